@@ -106,7 +106,7 @@ score() { # print the METRIC lines if what train.py printed is what the evaluato
   local metrics printed recorded
   # An older train.py prints only the block after '---': its 'name: number' lines count as METRIC lines.
   metrics=$(grep -E '^METRIC [a-z_][a-z0-9_]*=-?[0-9]+(\.[0-9]+)?$' run.log ||
-    sed -n '/^---$/,$s/^\([a-z_][a-z0-9_]*\): *\(-\{0,1\}[0-9][0-9]*\(\.[0-9]*\)\{0,1\}\)$/METRIC \1=\2/ip' run.log | sed 's/^METRIC [^=]*/\L&/; s/^metric/METRIC/')
+    awk '/^---$/ { on = 1 } on && /^[A-Za-z_0-9]+: +-?[0-9]+(\.[0-9]+)?$/ { sub(":", "", $1); print "METRIC " tolower($1) "=" $2 }' run.log)
   printed=$(sed -n 's/^METRIC val_bpb=//p' <<<"$metrics")
   [ -n "$printed" ] || fail 5 "void: train.py ended without printing val_bpb"
   [ "$(sed 's/=.*//' <<<"$metrics" | sort | uniq -d)" = "" ] || fail 5 "void: a METRIC name was printed twice"
