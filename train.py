@@ -269,7 +269,7 @@ def muon_update(params, grads, momenta, variances, lr, wd, mu, beta2, dtype: tor
     """
     g = torch.stack(grads)
     momenta.lerp_(g, 1 - mu)
-    update = orthogonalize(g.lerp(momenta, mu), dtype).float()
+    update = orthogonalize(g.lerp(momenta, mu), dtype).to(g.dtype)
     rows, cols = update.shape[-2:]
     dim = -1 if rows >= cols else -2
     variances.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
