@@ -56,7 +56,7 @@ hint: 'git checkout $SESSION --$changed' restores; if it was meant, commit it an
 }
 
 run() {
-  local budget=${AUTORESEARCH_TIME_BUDGET:-300} run_dir=${AUTORESEARCH_RUN_DIR:-.autoresearch/last} code pid dog limit
+  local budget=${AUTORESEARCH_TIME_BUDGET:-300} run_dir=${AUTORESEARCH_RUN_DIR:-.autoresearch/last} code why pid dog limit
   [[ $budget =~ ^[0-9]+([.][0-9]+)?$ ]] || fail 2 "AUTORESEARCH_TIME_BUDGET=$budget is not a number of seconds"
   limit=${AUTORESEARCH_HARD_LIMIT:-$((2 * 10#${budget%.*} + 120))}
   rm -f run.log # a number can never come from an earlier run
@@ -80,24 +80,30 @@ run() {
   dog=$!
   set +m
   trap 'kill -KILL -- -$pid -$dog 2>/dev/null; say interrupted; exit 130' INT TERM HUP
-  wait $pid
+  wait $pid 2>/dev/null # bash would print its own 'Killed'
   code=$?
   kill -KILL -- -$dog -$pid 2>/dev/null # nothing of a run outlives it
   wait $dog 2>/dev/null
   trap - INT TERM HUP
 
   [ ! -e "$run_dir/timeout" ] || fail 124 "timeout: still running after $limit s, killed"
-  case $code in
-  0) ;;
-  2) fail 2 "train.py refused its configuration" ;;
-  3) fail 3 "diverged" ;;
-  5) fail 5 "void: the evaluator refused the model" ;;
-  4 | 137) fail 4 "out of memory (exit code $code)" ;;
-  *)
-    tail -n 50 run.log | grep -qiE 'OutOfMemoryError|out of memory|MemoryError' && fail 4 "out of memory (exit code $code)"
-    fail 1 "train.py crashed (exit code $code)"
-    ;;
-  esac
+  if [ $code -ne 0 ]; then
+    why=$(grep -v '^[[:space:]]*$' run.log | tail -n 1 | cut -c1-300)
+    if [ $code -eq 1 ]; then # a train.py that handles no errors: its last words tell the kind
+      case $why in
+      *UserError:*) code=2 ;;
+      *VoidScore:*) code=5 ;;
+      *OutOfMemory* | *"out of memory"* | MemoryError*) code=4 ;;
+      esac
+    fi
+    case $code in
+    2) fail 2 "refused: $why" ;;
+    3) fail 3 "diverged: $why" ;;
+    4 | 137) fail 4 "out of memory (killed or reported): $why" ;;
+    5) fail 5 "void: $why" ;;
+    *) fail 1 "train.py crashed (exit code $code): $why" ;;
+    esac
+  fi
   check_fixed 5
   score "$run_dir/eval.jsonl"
 }

@@ -21,8 +21,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import prepare
-from prepare import MAX_SEQ_LEN, PROFILE, SEED, TIME_BUDGET, Clock, Tokenizer, UserError, VoidScore
-from prepare import evaluate_bpb, get_device, make_dataloader, synchronize
+from prepare import (
+    MAX_SEQ_LEN,
+    PROFILE,
+    SEED,
+    TIME_BUDGET,
+    Clock,
+    Tokenizer,
+    UserError,
+    VoidScore,
+    evaluate_bpb,
+    get_device,
+    make_dataloader,
+    synchronize,
+)
 
 # ---------------------------------------------------------------------------- knobs
 
@@ -574,5 +586,5 @@ if __name__ == "__main__":
     try:
         main()
     except tuple(codes) as error:
-        print(f"\ntrain.py: {error}", file=sys.stderr)
+        print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))

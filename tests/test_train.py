@@ -169,7 +169,8 @@ def test_adamw_equals_torch():
         for p, g in zip(theirs, grads, strict=True):
             p.grad = g.clone()
         reference.step()
-        train.adamw_update(mine, grads, firsts, seconds, [torch.tensor(0.1), torch.tensor(0.02)], torch.tensor(float(t)), 0.8, 0.95)
+        rates = [torch.tensor(0.1), torch.tensor(0.02)]
+        train.adamw_update(mine, grads, firsts, seconds, rates, torch.tensor(float(t)), 0.8, 0.95)
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q.detach())
 
