@@ -119,6 +119,9 @@ score() { # print the METRIC lines if what train.py printed is what the evaluato
   [ -s "$1" ] || fail 5 "void: val_bpb=$printed was printed, but evaluate_bpb recorded nothing"
   [ "$(wc -l <"$1")" -eq 1 ] || fail 5 "void: evaluate_bpb recorded $(wc -l <"$1") scores in one run"
   [ "$(field run_id "$1")" = "$AUTORESEARCH_RUN_ID" ] || fail 5 "void: the record is of another run"
+  awk -v a="$(field budget "$1")" -v b="$budget" 'BEGIN { exit a + 0 != b + 0 }' ||
+    fail 5 "void: trained with a budget of $(field budget "$1") s, this experiment has $budget s"
+  [ "$(field seed "$1")" = "${AUTORESEARCH_SEED:-1337}" ] || fail 5 "void: the seed was changed to $(field seed "$1")"
   recorded=$(field val_bpb "$1")
   awk -v a="$printed" -v b="$recorded" 'BEGIN { exit !(a - b < 1e-6 && b - a < 1e-6) }' ||
     fail 5 "void: train.py printed val_bpb=$printed, evaluate_bpb recorded $recorded"

@@ -212,6 +212,12 @@ CHEATS = {
          "p.write_text(p.read_text().replace(os.environ['AUTORESEARCH_RUN_ID'], 'yesterday'))"),
         "the record is of another run",
     ),
+    "takes more time": (
+        ("import torch", "import os; os.environ['AUTORESEARCH_TIME_BUDGET'] = '4'"),
+        "void: trained with a budget of 4.0 s",
+    ),
+    "takes more time quietly": (("# BEFORE", "prepare.TIME_BUDGET = 4.0"), "void: trained with a budget of 4.0 s"),
+    "tunes the seed": (("import torch", "import os; os.environ['AUTORESEARCH_SEED'] = '42'"), "void: the seed was changed to 42"),
     "changes prepare.py while running": (("# END", "open('prepare.py', 'a').write('#')"), "fixed file changed.*: prepare.py"),
 }  # fmt: skip
 
@@ -219,7 +225,7 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_are_void_with_the_reason(repo, env, name):
     (anchor, attack), reason = CHEATS[name]
-    done = run(repo, env, HONEST.replace(anchor, attack))
+    done = run(repo, env, HONEST.replace(anchor, f"{attack}\n{anchor}", 1))
     assert done.returncode == (2 if "refused" in reason else 5) and re.search(reason, done.stderr), done.stderr
 
 
