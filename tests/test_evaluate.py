@@ -265,7 +265,7 @@ def test_cuts_hold_the_ends_and_reach_everywhere():
 
 @pytest.mark.slow
 def test_no_false_alarm_in_200_honest_models(cache, monkeypatch):
-    """Random depth, width, windows, grouped heads, attention, precision; every twentieth compiled."""
+    """Random depth, width, windows, grouped heads, attention, precision; every fiftieth compiled."""
     draw = random.Random(5)
     V = cache[1].get_vocab_size()
     for seed in range(200):
@@ -273,11 +273,11 @@ def test_no_false_alarm_in_200_honest_models(cache, monkeypatch):
         dtype = draw.choice([torch.float32, torch.bfloat16])
         model = honest(
             V, seed, n_layer=draw.randint(1, 4), n_head=heads, n_kv_head=draw.choice([h for h in (1, 2, 4) if heads % h == 0]),
-            n_embd=heads * draw.choice([16, 32]), window_pattern=draw.choice(["L", "S", "SL", "SSSL"]), dtype=dtype,
+            n_embd=heads * draw.choice([32, 64]), window_pattern=draw.choice(["L", "S", "SL", "SSSL"]), dtype=dtype,
             attend=draw.choice([train.sdpa_attention, train.plain_attention]),
         )  # fmt: skip
-        run = torch.compile(model, dynamic=False) if seed % 20 == 0 else model
-        rows = cache[2][: 16 if seed % 20 else 32]
+        run = torch.compile(model, dynamic=False) if seed % 50 == 0 else model
+        rows = cache[2][: 16 if seed % 50 else 32]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             prepare.guarded_score(run, rows, cache[1].token_bytes, draw.choice([4, 16]), torch.device("cpu"))
 
