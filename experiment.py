@@ -113,34 +113,33 @@ def lock(name="lock"):
 
 def strict_json(text):
     """A JSON object of finite numbers; raises ValueError for anything else."""
-
-    def refuse(word):
-        raise ValueError(f"{word} is not JSON")
-
-    value = json.loads(text, parse_constant=refuse)
+    value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
+    json.dumps(value, allow_nan=False)
     return value
 
 
 def read_log():
-    """All rows in order; a line that is not JSON (half a last line, an edit by hand) is passed over."""
+    """All rows in order. Rows of other tools get our keys; half a last line or an edit by hand is passed over."""
     rows = []
     for line in LOG.read_text(errors="replace").split("\n") if LOG.exists() else []:
         with contextlib.suppress(ValueError):
             row = strict_json(line)
             if isinstance(row.get("run"), int) and isinstance(row.get("metric"), (int, float)):
-                rows.append(row)
+                blank = dict.fromkeys(("commit", "status", "description", "reason", "id"), "")
+                blank |= {"metrics": {}, "asi": {}, "segment": 0, "timestamp": 0, "seconds": 0, "confidence": None}
+                rows.append(blank | {"commit_id": row.get("commit")} | row)
     return rows
 
 
 def current(rows):
     """The rows of the last segment: scores of other segments are of other data, another budget or device."""
-    return [r for r in rows if r.get("segment") == rows[-1].get("segment")] if rows else []
+    return [r for r in rows if r["segment"] == rows[-1]["segment"]] if rows else []
 
 
 def kept(rows):
-    return [r for r in rows if r.get("status") == "keep" and r["metric"] > 0]
+    return [r for r in rows if r["status"] == "keep" and r["metric"] > 0]
 
 
 def best(rows):
@@ -156,7 +155,7 @@ def key(row):
 def confidence(rows):
     """|best kept - baseline| / median absolute deviation of the segment's scores; None under 3 or without spread."""
     scores = [r["metric"] for r in rows if r["metric"] > 0]
-    if len(scores) < 3:
+    if len(scores) < 3 or not kept(rows):
         return None
     middle = statistics.median(scores)
     spread = statistics.median(abs(s - middle) for s in scores)
@@ -164,7 +163,7 @@ def confidence(rows):
     return round(gain / spread, 3) if spread and gain else None
 
 
-def append(row, new_segment):
+def append(row, new_segment=False):
     """Write one row, after a config line if it opens a segment, and sync it. The caller holds the lock."""
     rows = read_log()
     segment = (rows[-1]["segment"] + 1 if rows else 0) if new_segment else rows[-1]["segment"]
@@ -179,7 +178,11 @@ def append(row, new_segment):
     try:
         size = os.fstat(file).st_size
         tail = os.pread(file, size, 0).rpartition(b"\n")[2]
-        if tail:  # half a line, left by a power cut in a write: it goes aside, strict readers would stop at it
+        try:
+            if tail:  # a whole line that only lacks its end
+                strict_json(tail)
+                data = b"\n" + data
+        except ValueError:  # half a line, left by a power cut: it goes aside, strict readers would stop at it
             with open(STATE / "torn.txt", "ab") as torn:
                 torn.write(tail + b"\n")
             size -= len(tail)
@@ -323,9 +326,9 @@ CHECKS = (check_python, check_disk, check_git, check_fixed, check_edits)
 
 def train_changed():
     """Whether train.py differs from HEAD in more than comments and whitespace."""
-    with contextlib.suppress(SyntaxError, ValueError):
+    with contextlib.suppress(SyntaxError, ValueError, OSError):
         return ast.dump(ast.parse(git("show", "HEAD:./train.py"))) != ast.dump(ast.parse(TRAIN.read_bytes()))
-    return True  # the one at HEAD does not parse
+    return True  # one of them does not parse
 
 
 def time_budget():
@@ -351,7 +354,7 @@ class Run:
     def open(cls, kind, description, commit=None, asi=None):
         """`kind` is candidate, baseline or probe. The caller holds the lock."""
         name = secrets.token_hex(6)
-        folder = STATE / "runs" / f"open-{name}"
+        folder = STATE / "runs" / f"open-{kind}-{name}"
         folder.mkdir(parents=True)
         owner = open(folder / "lock", "w")  # noqa: SIM115  held until this process ends
         fcntl.flock(owner, fcntl.LOCK_EX)
@@ -386,8 +389,8 @@ def write_synced(path, data):
     new.replace(path)
 
 
-def open_folders():
-    return sorted((STATE / "runs").glob("open-*"))
+def open_folders(kind="*"):
+    return sorted((STATE / "runs").glob(f"open-{kind}-*"))
 
 
 # ---- one measurement in its own worktree ----
@@ -406,13 +409,18 @@ def remove_tree(tree):
 
 
 def keep_run_log(run):
-    for log in run.tree.glob("**/run.log") if run.tree.exists() else ():
-        shutil.move(log, run.folder / "run.log")
+    log = run.tree / git("rev-parse", "--show-prefix") / "run.log"
+    if log.exists():
+        log.replace(run.folder / "run.log")
 
 
 def start_time(pid):
     """When a process began, to tell it from a later one of the same number; '' when it is gone."""
-    return subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    with contextlib.suppress(OSError):
+        return subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def stop_process(pid):
@@ -524,13 +532,13 @@ def commit_candidate(run):
 def settle(run):
     """Do what the row says: keep, or revert exactly this commit. Safe to repeat. The caller holds the lock."""
     row, branch = run.data["row"], run.data["branch"]
-    incumbent = next((r for r in reversed(kept(current(read_log()))) if r.get("commit_id")), row)
+    incumbent = (kept(current(read_log())) or [row])[-1]
     if git_try("rev-parse", "-q", "--verify", branch) is None:
         say(f"{branch} is gone: nothing to revert")
     else:
         if row["status"] != "keep":
             revert(run, incumbent)
-        if len(open_folders()) == 1:  # ours; with runs side by side the last one does it
+        if len(open_folders("candidate")) == 1:  # ours; with runs side by side the last one does it
             restore_incumbent(run, incumbent)
         sync_checkout(run)
     run.close(f"{row['run']}-{row['commit']}")
@@ -581,39 +589,39 @@ def sync_checkout(run):
         return
     now = git_try("hash-object", "train.py")
     if now == run.data["blob"]:
-        git("checkout", "--quiet", "HEAD", "--", "train.py")
-    elif now != git("rev-parse", "HEAD:./train.py"):
-        git("reset", "--quiet", "--", "train.py")
+        return git("checkout", "--quiet", "HEAD", "--", "train.py")
+    git("reset", "--quiet", "--", "train.py")
+    if now != git("rev-parse", "HEAD:./train.py"):
         say("train.py was edited during the run: your edits stay, with the reverted lines. hint: git diff train.py")
 
 
-def finish(run, outcome, status, reason, new_segment=False, **ours):
+def finish(run, outcome, status, reason, **ours):
     """Row first, git second. The caller holds the lock."""
     (run.folder / "reserve").unlink(missing_ok=True)
-    run.save(row=append(make_row(run, outcome, status, reason, **ours), new_segment))
+    run.save(row=append(make_row(run, outcome, status, reason, **ours)))
     settle(run)
     return run.data["row"]
 
 
-def mend(run, reason="interrupted", detail="interrupted"):
-    """Finish a run whose process is gone, from any point of it. The caller holds the lock."""
+def mend(run, detail="interrupted"):
+    """Finish a run that ended halfway, from any point of it. The caller holds the lock."""
     data = run.data
     if data.get("pid") and data["started"] and start_time(data["pid"]) == data["started"]:
         stop_process(data["pid"])
+    row = next((r for r in read_log() if r["id"] == data["id"]), None)
     if data["kind"] == "candidate" and not data["commit"]:
         found = git_try("log", "--format=%H", "--fixed-strings", f"--grep={TRAILER}{data['id']}", data["branch"], "-1")
-        run.save(commit=found or None)
-    row = next((r for r in read_log() if r.get("id") == data["id"]), None)
-    if data["kind"] == "candidate" and data["commit"]:
-        if row is None:
-            outcome = {"score": 0, "metrics": {}, "record": {}, "detail": detail, "seconds": 0}
-            row = append(make_row(run, outcome, "crash", reason), False)
-            say(f"run {row['run']} ({short(row['description'])!r}) is logged as crash: {detail}. "
-                f"hint: 'git checkout {row['commit']} -- train.py' brings its code back")
+        data["commit"] = found or None
+    if data["kind"] != "candidate" or not data["commit"]:  # nothing to undo: the user's edit is still in train.py
+        run.close(f"{row['run']}-{row['commit']}" if row else f"interrupted-{data['id']}")
+    elif row:
         run.save(row=row)
         settle(run)
-    else:  # a baseline or probe changes nothing; a candidate that was not committed is still in train.py
-        run.close(f"{row['run']}-{row['commit']}" if row else f"interrupted-{data['id']}")
+    else:
+        outcome = {"score": 0, "metrics": {}, "record": {}, "detail": detail, "seconds": 0}
+        row = finish(run, outcome, "crash", "interrupted")
+        say(f"run {row['run']} ({short(row['description'])!r}) is logged as crash: {detail}. "
+            f"hint: 'git checkout {row['commit']} -- train.py' brings its code back")
 
 
 def recover():
@@ -658,26 +666,26 @@ def run_command(args):
         changed, before, head = train_changed(), TRAIN.read_bytes(), git("rev-parse", "HEAD")
 
     def same_budget(first):
-        return float(first["budget"]) == time_budget()
+        return key(first)[1] == time_budget()
 
     row = baseline(args, "baseline" if changed else description, head, same_budget)
     if not changed and not row:
         raise Stop("train.py did not change since HEAD, except in comments or whitespace. hint: edit it first")
     if not changed:
         return report_row(row)
-    with lock():
-        check_edits()
-        if TRAIN.read_bytes() != before:
-            raise Stop("train.py changed while the baseline ran. hint: give the command again")
-        run = Run.open("candidate", description, asi=asi)
-        commit_candidate(run)
+    run = None
     try:
+        with lock():
+            check_edits()
+            if TRAIN.read_bytes() != before:
+                raise Stop("train.py changed while the baseline ran. hint: give the command again")
+            run = Run.open("candidate", description, asi=asi)
+            commit_candidate(run)
         return report_row(decide(run, measure(run, run.data["commit"], gpu=args.gpu), args))
     except BaseException as error:
-        if run.folder.name.startswith("open-"):
-            detail = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        if run and run.folder.name.startswith("open-"):
             with lock():
-                mend(run, "interrupted", detail)
+                mend(run, "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}")
         raise
 
 
@@ -686,12 +694,15 @@ def baseline(args, description, commit, fits):
 
     A failed baseline gets no row: a segment begins with a score, or nothing after it could be judged.
     """
-    rows = current(read_log())
-    if rows and fits(rows[0]):
+
+    def present():
+        segment = current(read_log())
+        return best(segment) and fits(segment[0])
+
+    if present():
         return None
     with lock("baseline.lock"):
-        rows = current(read_log())
-        if rows and fits(rows[0]):  # a run side by side made it meanwhile
+        if present():  # a run side by side made it meanwhile
             return None
         run, outcome = measure_extra("baseline", description, commit, gpu=args.gpu)
         with lock():
@@ -708,10 +719,12 @@ def baseline(args, description, commit, fits):
 def decide(run, outcome, args):
     """The verdict by rule; returns the row, appended and acted upon."""
     record = outcome["record"]
-    if outcome["status"] == "scored" and key(record | {}) != key(current(read_log())[0]):
+    if outcome["status"] == "scored" and key(record) != key(current(read_log())[0]):
         say("data, budget or device are not those of the log's last segment: a new segment needs its own baseline")
         try:
             baseline(args, "baseline", run.data["parent"], lambda first: key(first) == key(record))
+            if key(record) != key(current(read_log())[0]):
+                raise Stop("the baseline was measured on other data or another device than the candidate")
         except Stop as stop:
             outcome |= {"status": "crash", "reason": "baseline", "score": 0, "metrics": {}, "detail": str(stop)[:300]}
     numstat = git("diff", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
@@ -729,7 +742,7 @@ def decide(run, outcome, args):
         if reason != "within noise" or not args.confirm:
             return finish(run, outcome, status, reason, **ours)
         incumbent = kept(segment)[-1]["commit_id"]
-    pairs, seed = [], int(record.get("seed") or 1337)
+    pairs, seed = [], record.get("seed") or 1337
     for extra in range(1, CONFIRM_PAIRS + 1):
         sides = [measure_probe(commit, seed + extra, args.gpu) for commit in (run.data["commit"], incumbent)]
         pairs.append([outcome["score"] for outcome in sides])
@@ -785,7 +798,7 @@ def noise_command(args):
         raise Stop(f"--repeats {args.repeats}: a standard deviation needs 2 or more")
     incumbent, scores = kept(segment)[-1], []
     for extra in range(1, args.repeats + 1):
-        outcome = measure_probe(incumbent["commit_id"], int(incumbent.get("seed") or 1337) + extra, args.gpu)
+        outcome = measure_probe(incumbent["commit_id"], (incumbent.get("seed") or 1337) + extra, args.gpu)
         if outcome["status"] != "scored" or key(outcome["record"]) != key(segment[0]):
             what = outcome["detail"] or "its data, budget or device are not those of the log"
             raise Stop(f"the incumbent {incumbent['commit']} was not scored again: {what}", code=1)
@@ -810,8 +823,8 @@ def look():
 
 def one_line(row, width=60):
     score = f"{row['metric']:.6f}" if row["metric"] else "-"
-    text = f"{short(row.get('description'), width)} ({row.get('reason') or ''})"
-    return f"{row['run']:>4} {row.get('commit', '')} {score:>9} {row['status']:<7} {text}"
+    text = f"{short(row['description'], width)} ({row['reason']})"
+    return f"{row['run']:>4} {row['commit']} {score:>9} {row['status']:<7} {text}"
 
 
 def summary(rows):
@@ -827,7 +840,7 @@ def summary(rows):
         f"runs     {len(segment)}, kept {len(kept(segment))} (all segments: {len(rows)})",
         f"floor    {floor[0]:.6f} ({floor[1]})",
     ]
-    recent = [r for r in segment[-20:] if r.get("seconds")]
+    recent = [r for r in segment[-20:] if r["seconds"]]
     if recent:
         lines.append(f"time     {statistics.mean(r['seconds'] for r in recent):.0f} s per run")
         hours = (recent[-1]["timestamp"] - recent[0]["timestamp"]) / 3_600_000
@@ -859,7 +872,7 @@ def resume_command(args):
     next_step = 'NEXT  edit train.py, then: uv run experiment.py run "what it changes" --asi \'{"hypothesis": "..."}\''
     notes, room = [], 3800 - len("\n".join([*head, next_step]))
     for row in reversed(rows):  # the newest first, as many as there is room for
-        learned = f" {json.dumps(row['asi'])[:200]}" if row.get("asi") else ""
+        learned = f" {json.dumps(row['asi'])[:200]}" if row["asi"] else ""
         notes.append(one_line(row, 80) + learned)
         room -= len(notes[-1]) + 1
         if room < 0:
@@ -888,9 +901,313 @@ def check_command(args):
 
 def check_idea():
     segment = current(read_log())
-    if segment and float(segment[0]["budget"]) == time_budget() and not train_changed():
+    if segment and key(segment[0])[1] == time_budget() and not train_changed():
         raise Stop("train.py is as at HEAD. hint: edit it, then run")
     return "train.py changed" if train_changed() else "the next run makes the baseline"
+
+
+# ---- the report ----
+
+
+def report_command(args):
+    rows = look()
+    if args.tsv:
+        print("commit", "val_bpb", "memory_gb", "status", "description", sep="\t")
+        for row in rows:
+            score, memory = row["metric"], row["metrics"].get("peak_memory_mb", 0) / 1024
+            print(row["commit"], f"{score:.6f}" if score else "", f"{memory:.1f}", row["status"],
+                  short(row["description"], None), sep="\t")
+        return 0
+    while True:
+        write_report(rows, args.watch)
+        if not args.watch:
+            return 0
+        size = len(rows)
+        while len(rows) == size:
+            time.sleep(2)
+            rows = look()
+
+
+def write_report(rows, watch):
+    floor, source = noise_floor(current(rows))
+    runs = [row | run_files(row) for row in rows]
+    data = {"name": ROOT.name, "summary": summary(rows), "floor": floor, "source": source, "runs": runs}
+    text = json.dumps(data).replace("<", "\\u003c")  # no text of the log can end the script element
+    reload = '<meta http-equiv="refresh" content="5">' if watch else ""
+    page = STATE / "report.new"
+    page.write_text(PAGE.replace("<!--reload-->", reload).replace("/*data*/", text))
+    page.replace(ROOT / "report.html")
+    draw(current(rows), floor, ROOT / "progress.png")
+    print("wrote report.html and progress.png", flush=True)
+
+
+def run_files(row):
+    """The diff and at most 150 points of the loss curve from a run's folder, if it is still there."""
+    folder, diff, curve = STATE / "runs" / f"{row['run']}-{row['commit']}", "", []
+    with contextlib.suppress(OSError):
+        diff = (folder / "train.diff").read_text(errors="replace").partition("\n@@")[2]
+    with contextlib.suppress(OSError):
+        for line in (folder / "steps.jsonl").read_text(errors="replace").split("\n"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                step = strict_json(line)
+                curve.append([round(float(step["elapsed"]), 2), round(float(step["loss"]), 4)])
+    more = f"\n... {len(diff) - 8000} more characters in {folder.name}/train.diff" if len(diff) > 8000 else ""
+    return {"diff": diff[:8000] + more, "curve": curve[:: len(curve) // 150 + 1]}
+
+
+def draw(segment, floor, path):
+    """The segment as a picture: a point per run, the kept ones a labelled staircase, the noise band at the best."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 5.5), dpi=120)
+    steps, top = kept(segment), best(segment)
+    if top:
+        low, high = top["metric"], max(row["metric"] for row in steps)
+        room = max(high - low, 4 * floor)
+        axes.set_ylim(low - 0.15 * room, high + 0.45 * room)
+        axes.axhspan(low - floor, low + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
+        other = [(row["run"], min(row["metric"], high + 0.43 * room)) for row in segment
+                 if row["status"] != "keep" and row["metric"]]
+        failed = [row["run"] for row in segment if not row["metric"]]
+        axes.scatter(*zip(*other, strict=True) if other else ([], []), s=14, color="#9a9a9a", label="not kept")
+        axes.scatter(failed, [high + 0.43 * room] * len(failed), s=18, marker="x", color="#c2410c", label="failed")
+        x, y = [row["run"] for row in steps], [row["metric"] for row in steps]
+        axes.step([*x, segment[-1]["run"]], [*y, y[-1]], where="post", color="#1f9d63", lw=1.5)
+        axes.scatter(x, y, s=30, color="#1f9d63", zorder=3, label="kept")
+        spacing = max(1, (segment[-1]["run"] - x[0]) // 30)
+        last = -spacing
+        for row in steps:  # a label where there is room for one
+            if row["run"] - last >= spacing:
+                last = row["run"]
+                axes.annotate(short(row["description"], 32).replace("$", r"\$"), (last, row["metric"]), rotation=30,
+                              fontsize=7, xytext=(3, 5), textcoords="offset points")
+        axes.legend(loc="upper right", frameon=False, fontsize=8, ncols=4)
+        gain = segment[0]["metric"] - low
+        axes.set_title(f"{len(segment)} runs, {len(steps)} kept: {low:.6f}, {gain:.6f} below the baseline", loc="left")
+    axes.set(xlabel="run", ylabel="val_bpb (lower is better)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, format="png")
+    plt.close(figure)
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><!--reload-->
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>autoresearch</title>
+<style>
+:root { color-scheme: light dark; --bg: #fbfbfa; --ink: #1d1f21; --dim: #6a6f75; --line: #dddfe2; --soft: #f1f2f3;
+  --keep: #117a4b; --discard: #858b92; --crash: #bf3d0a; --checks_failed: #94690a; }
+@media (prefers-color-scheme: dark) { :root { --bg: #151719; --ink: #e6e8ea; --dim: #9ba1a8; --line: #33373b;
+  --soft: #1f2225; --keep: #4cc38a; --discard: #878e96; --crash: #ff8a5c; --checks_failed: #e0b04a; } }
+body { margin: 0 auto; padding: 16px; max-width: 1080px; background: var(--bg); color: var(--ink);
+  font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 20px; margin: 0 0 8px; } pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
+.summary { white-space: pre-wrap; color: var(--dim); margin-bottom: 12px; font: 13px/1.5 ui-monospace, monospace; }
+svg { display: block; width: 100%; } 
+svg text { fill: var(--dim); font-size: 11px; stroke: var(--bg); stroke-width: 3px; paint-order: stroke; }
+svg .axis { stroke: var(--line); } .step { fill: none; stroke: var(--keep); stroke-width: 1.5; }
+.band { fill: var(--keep); opacity: .13; } .curve { fill: none; stroke: var(--ink); stroke-width: 1.2; }
+circle, .x { cursor: pointer; } .keep { --c: var(--keep); } .discard { --c: var(--discard); }
+.crash { --c: var(--crash); } .checks_failed { --c: var(--checks_failed); } circle { fill: var(--c); }
+.x { stroke: var(--c); stroke-width: 2; }
+#tip { position: absolute; pointer-events: none; max-width: 260px; padding: 6px 9px; border: 1px solid var(--line);
+  border-radius: 6px; background: var(--bg); font-size: 13px; white-space: pre-line; }
+.bar { display: flex; gap: 8px; margin: 12px 0; flex-wrap: wrap; align-items: center; }
+select, input { font: inherit; color: inherit; background: var(--soft); border: 1px solid var(--line);
+  border-radius: 6px; padding: 5px 8px; min-width: 0; } input { flex: 1; }
+table { width: 100%; border-collapse: collapse; } td, th { padding: 5px 8px; border-bottom: 1px solid var(--line);
+  text-align: left; vertical-align: top; } .n { text-align: right; font-variant-numeric: tabular-nums; }
+th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; } 
+th button:focus-visible { outline: auto; }
+tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); } .text { overflow-wrap: anywhere; }
+.status { color: var(--c); font-weight: 600; white-space: nowrap; }
+.detail > td { background: var(--soft); }
+.detail div { display: grid; gap: 10px; min-width: 0; grid-template-columns: minmax(0, 1fr); }
+.add { color: var(--keep); } .del { color: var(--crash); } 
+.dim { color: var(--dim); white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; } body { padding: 12px; } }
+</style></head><body>
+<h1></h1><div class="summary"></div>
+<svg id="chart" role="img" aria-label="val_bpb of each run"></svg><div id="tip" hidden></div>
+<div class="bar"><select aria-label="status"><option value="">all</option><option>keep</option><option>discard</option>
+<option>crash</option><option>checks_failed</option></select>
+<input type="search" placeholder="filter by text" aria-label="text">
+<span id="count" class="dim"></span></div>
+<table><thead><tr></tr></thead><tbody></tbody></table>
+<script id="data" type="application/json">/*data*/</script>
+<script>
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
+const $ = (selector) => document.querySelector(selector);
+const state = { sort: "run", down: true, status: "", text: "", open: [] };
+const place = "report " + location.pathname; // what is open and sorted outlives the page's own reload
+try { Object.assign(state, JSON.parse(sessionStorage[place] || "{}")); } catch { /* no storage: start afresh */ }
+const save = () => { try { sessionStorage[place] = JSON.stringify(state); } catch { /* as above */ } };
+
+// Text of the log goes in by textContent only: it is never markup.
+function element(parent, tag, attributes = {}, text = "") {
+  const svg = parent instanceof SVGElement || tag === "svg";
+  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const name in attributes) node.setAttribute(name, attributes[name]);
+  if (text) node.textContent = text;
+  return parent.appendChild(node);
+}
+const score = (run) => run.metric ? run.metric.toFixed(6) : "";
+const change = (run) => run.metric && run.parent_metric ? run.metric - run.parent_metric : NaN;
+const signed = (x) => Number.isNaN(x) ? "" : (x > 0 ? "+" : "") + x.toFixed(6);
+
+const columns = [["run", "run", (r) => r.run, "n"], ["status", "status", (r) => r.status, ""],
+  ["metric", "val_bpb", (r) => r.metric || NaN, "n"], ["change", "change", change, "n wide"],
+  ["seconds", "seconds", (r) => r.seconds || 0, "n wide"],
+  ["description", "description", (r) => r.description, "text"]];
+
+function table() {
+  const value = columns.find((c) => c[0] === state.sort)[2], words = state.text.toLowerCase();
+  const shown = runs.filter((r) => (!state.status || r.status === state.status) &&
+    (r.description + " " + r.reason + " " + r.commit + " " + JSON.stringify(r.asi)).toLowerCase().includes(words));
+  shown.sort((a, b) => {
+    const x = value(a), y = value(b);
+    if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y); // no value: last, both ways
+    return (x < y ? -1 : x > y ? 1 : a.run - b.run) * (state.down ? -1 : 1);
+  });
+  const head = $("thead tr"), body = $("tbody");
+  head.replaceChildren(); body.replaceChildren();
+  for (const [name, title, , style] of columns) {
+    const arrow = name !== state.sort ? "" : state.down ? " \\u2193" : " \\u2191";
+    const order = !arrow ? "none" : state.down ? "descending" : "ascending";
+    const th = element(head, "th", { class: style, "aria-sort": order });
+    element(th, "button", { "data-sort": name }, title + arrow).onclick = () => {
+      state.down = state.sort === name && !state.down; state.sort = name; table();
+    };
+  }
+  for (const r of shown) {
+    const tr = element(body, "tr", { class: "run", tabindex: 0, "data-run": r.run });
+    element(tr, "td", { class: "n" }, r.run);
+    element(tr, "td", { class: "status " + r.status }, r.status);
+    element(tr, "td", { class: "n" }, score(r));
+    element(tr, "td", { class: "n wide" }, signed(change(r)));
+    element(tr, "td", { class: "n wide" }, (r.seconds || 0).toFixed(0));
+    element(tr, "td", { class: "text" }, r.description.slice(0, 200));
+    tr.onclick = () => toggle(r, tr);
+    tr.onkeydown = (event) => { if (event.key === "Enter") toggle(r, tr); };
+    if (state.open.includes(r.run)) detail(r, tr);
+  }
+  $("#count").textContent = shown.length + " of " + runs.length;
+  save();
+}
+
+function toggle(r, tr) {
+  if (tr.classList.toggle("open")) {
+    state.open.push(r.run);
+    detail(r, tr);
+  } else {
+    state.open = state.open.filter((n) => n !== r.run);
+    tr.nextSibling.remove();
+  }
+  save();
+}
+
+function detail(r, tr) {
+  const row = document.createElement("tr"), cell = element(row, "td", { colspan: 6 }), box = element(cell, "div");
+  tr.classList.add("open"); row.className = "detail"; tr.after(row);
+  const facts = [r.description, [r.reason, r.detail, r.marks].filter(Boolean).join(": "),
+    `commit ${r.commit}, segment ${r.segment}, data ${r.data_id ?? "-"}, ${r.device ?? "-"}, ` +
+    `budget ${r.budget ?? "-"} s, seed ${r.seed ?? "-"}, ${new Date(r.timestamp).toLocaleString()}`];
+  if (r.parent_metric)
+    facts.push(`best before ${score({ metric: r.parent_metric })}, noise floor ${r.floor} (${r.floor_source})`);
+  facts.push(Object.entries(r.metrics).map(([k, v]) => k + " " + v).join(", "));
+  element(box, "span", { class: "dim" }, facts.join("\\n"));
+  if (Object.keys(r.asi).length) element(box, "pre", { class: "asi" }, JSON.stringify(r.asi, null, 1));
+  if (r.curve.length > 1) curve(box, r.curve);
+  if (r.diff) {
+    const pre = element(box, "pre", { class: "diff" });
+    for (const line of r.diff.split("\\n"))
+      element(pre, "span", { class: { "+": "add", "-": "del" }[line[0]] || "dim" }, line + "\\n");
+  }
+}
+
+const path = (points) => "M" + points.map(([x, y]) => x.toFixed(1) + " " + y.toFixed(1)).join("L");
+
+function curve(box, points) {
+  const width = Math.max(240, Math.min(560, innerWidth - 70)), height = 130;
+  const svg = element(box, "svg", { viewBox: `0 0 ${width} ${height}`, style: `max-width: ${width}px` });
+  const losses = points.map((p) => p[1]), low = Math.min(...losses), high = Math.max(...losses);
+  const end = points[points.length - 1][0] || 1, last = losses[losses.length - 1];
+  const place = ([t, loss]) => [4 + t / end * (width - 8), 8 + (high - loss) / (high - low || 1) * (height - 30)];
+  element(svg, "path", { class: "curve", d: path(points.map(place)) });
+  const text = `training loss ${high.toFixed(3)} to ${last.toFixed(3)} in ${end.toFixed(0)} s`;
+  element(svg, "text", { x: 4, y: height - 6 }, text);
+}
+
+function chart() {
+  const svg = $("#chart"), width = svg.clientWidth || 800, height = Math.max(220, Math.min(360, width * 0.5));
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.style.height = height + "px";
+  const last = runs[runs.length - 1], segment = runs.filter((r) => r.segment === last.segment);
+  const kept = segment.filter((r) => r.status === "keep" && r.metric), scores = kept.map((r) => r.metric);
+  if (!kept.length) return element(svg, "text", { x: 8, y: 24 }, "no scored run yet");
+  const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor);
+  const top = high + 0.4 * room, bottom = low - 0.2 * room, first = segment[0].run, left = 58;
+  const x = (run) => left + 8 + (run - first) / Math.max(1, last.run - first) * (width - left - 24);
+  const y = (m) => 14 + (top - Math.min(m, top)) / (top - bottom) * (height - 44);
+  for (const part of [0, 0.25, 0.5, 0.75, 1]) {
+    const m = bottom + (top - bottom) * part, run = Math.round(first + part * (last.run - first));
+    element(svg, "line", { class: "axis", x1: left, x2: width, y1: y(m), y2: y(m) });
+    element(svg, "text", { x: left - 6, y: y(m) + 4, "text-anchor": "end" }, m.toFixed(4));
+    if (segment.length > 4 || part === 0)
+      element(svg, "text", { x: x(run), y: height - 8, "text-anchor": "middle" }, run);
+  }
+  const above = y(low + data.floor), below = y(low - data.floor);
+  element(svg, "rect", { class: "band", x: left, width: width - left, y: above, height: below - above });
+  const steps = kept.flatMap((r, i) => [...(i ? [[x(r.run), y(scores[i - 1])]] : []), [x(r.run), y(r.metric)]]);
+  element(svg, "path", { class: "step", d: path([...steps, [x(last.run), steps[steps.length - 1][1]]]) });
+  let free = 0; // a label where there is room for one
+  for (const r of kept) {
+    const text = r.description.replace(/\\s+/g, " ").slice(0, 24), size = text.length * 6.2;
+    const at = Math.min(x(r.run) + 5, width - size);
+    if (at < free) continue;
+    element(svg, "text", { x: at, y: y(r.metric) - 7 }, text);
+    free = at + size + 8;
+  }
+  for (const r of segment) {
+    const cx = x(r.run), cy = r.metric ? y(r.metric) : 14;
+    const mark = r.metric ? element(svg, "circle", { class: r.status, cx, cy, r: r.status === "keep" ? 4.5 : 3 })
+      : element(svg, "path", { class: "x " + r.status, d: `M${cx - 3} ${cy - 3}l6 6m0-6l-6 6` });
+    mark.onpointerenter = (event) => tip(event, r);
+    mark.onpointerleave = () => { $("#tip").hidden = true; };
+    mark.onclick = () => {
+      const tr = $(`tr[data-run="${r.run}"]`);
+      if (tr && !tr.classList.contains("open")) toggle(r, tr);
+      tr?.scrollIntoView({ block: "center" });
+    };
+  }
+}
+
+function tip(event, r) {
+  const box = $("#tip");
+  const head = `run ${r.run} ${r.status} (${r.reason})\\n${score(r)} ${signed(change(r))}\\n`;
+  box.textContent = head + r.description.slice(0, 160);
+  box.hidden = false;
+  box.style.left = Math.max(8, Math.min(event.pageX + 12, innerWidth - box.offsetWidth - 16)) + "px";
+  box.style.top = event.pageY + 14 + "px";
+}
+
+$("h1").textContent = data.name;
+$(".summary").textContent = data.summary.join("\\n");
+$("select").value = state.status; $("input").value = state.text;
+$("select").onchange = (event) => { state.status = event.target.value; table(); };
+$("input").oninput = (event) => { state.text = event.target.value; table(); };
+addEventListener("resize", () => runs.length && chart());
+if (runs.length) chart();
+table();
+</script></body></html>
+"""
 
 
 def main():

@@ -1,6 +1,7 @@
 """The real cycle in temporary repositories: experiment.py and autoresearch.sh as they are, a stand-in train.py."""
 
 import ast
+import contextlib
 import json
 import math
 import os
@@ -498,9 +499,12 @@ def test_ctrl_c_is_logged_and_reverted_at_once(based, tmp_path, number):
 
 def alive(cycle):
     """Processes that still run a train.py of this repository."""
-    found = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True).stdout
-    pids = [line.split()[0] for line in found.splitlines() if "train.py" in line and "ps -eo" not in line]
-    return [p for p in pids if os.path.realpath(f"/proc/{p}/cwd").startswith(str(cycle.root))]
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            inside = os.readlink(process / "cwd").startswith(str(cycle.root))
+            found += [process.name] * (inside and b"train.py" in (process / "cmdline").read_bytes())
+    return found
 
 
 def test_kill_9_during_the_run_ends_its_processes_at_the_next_command(based, tmp_path):
@@ -535,19 +539,19 @@ experiment.Run.close = counted("close", experiment.Run.close)
 pathlib.Path.rename = counted("rename", pathlib.Path.rename)
 sys.exit(experiment.main())
 '''
-STEPS = "write_synced commit_candidate make_tree call read_outcome append settle commit_in sync_checkout remove_tree"
+STEPS = "git write_synced commit_candidate call read_outcome append settle commit_in sync_checkout remove_tree"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("score", [0.9, 1.1], ids=["keep", "discard"])
-def test_kill_9_anywhere_then_the_next_command_mends(based, tmp_path, score):
+@pytest.mark.parametrize(("score", "verdict"), [(0.9, "keep"), (1.1, "discard")])
+def test_kill_9_anywhere_then_the_next_command_mends(based, tmp_path, score, verdict):
     killer = tmp_path / "killer.py"
     killer.write_text(KILLER)
     kills = 0
-    for n in range(1, 60):
+    for n in range(1, 200):
         based.edit(score)
         rows, reference = len(based.rows()), based.git("rev-parse", "HEAD:train.py")
-        process = based.start("run", f"killed before step {n}", script=str(killer), KILL_BEFORE=str(n), STEPS=STEPS)
+        process = based.start("run", f"kill {n}", script=str(killer), KILL_BEFORE=str(n), STEPS=STEPS)
         out, err = process.communicate(timeout=30)
         if process.returncode != -signal.SIGKILL:
             assert process.returncode == 0, err
@@ -557,7 +561,7 @@ def test_kill_9_anywhere_then_the_next_command_mends(based, tmp_path, score):
         assert code == 0, err
         new = based.rows()[rows:]
         if new:  # it had been committed: one row, and the branch is what the row says
-            assert len(new) == 1 and new[0]["status"] in ("crash", "keep" if score == 0.9 else "discard")
+            assert len(new) == 1 and new[0]["status"] in ("crash", verdict)
             based.assert_settled()
         else:  # it had not: the edit is still there
             based.assert_settled(edited=True)
@@ -567,7 +571,7 @@ def test_kill_9_anywhere_then_the_next_command_mends(based, tmp_path, score):
             score = round(score - 0.01, 3)
         else:
             assert based.git("rev-parse", "HEAD:train.py") == reference
-    assert kills >= 10
+    assert kills >= 40
 
 
 def test_half_a_last_line_is_put_aside_and_the_log_stays_strict(based):
