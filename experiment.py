@@ -435,16 +435,17 @@ def stop_process(pid):
         os.killpg(pid, signal.SIGKILL)
 
 
-def call(run, command, here, env, out, err, limit=None):
-    """Run a command in its own process group and return its exit code; 124 past the limit. Ends it when we end."""
-    with open(run.folder / out, "wb") as stdout, open(run.folder / err, "wb") as stderr:
-        child = subprocess.Popen(command, cwd=here, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                                 start_new_session=True)
+def call(run, command, here, env, log, limit=None):
+    """Run a command in its own process group; returns exit code (124 past the limit) and stdout. Ends with us."""
+    with open(run.folder / log, "wb") as stderr:
+        child = subprocess.Popen(command, cwd=here, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                 stderr=stderr, text=True, errors="replace", start_new_session=True)
         try:
             run.save(pid=child.pid, started=start_time(child.pid))
-            return child.wait(limit)
+            printed, _ = child.communicate(timeout=limit)
+            return child.returncode, printed
         except subprocess.TimeoutExpired:
-            return 124
+            return 124, ""
         finally:
             stop_process(child.pid)
 
@@ -463,19 +464,19 @@ def measure(run, commit, seed=None, gpu=None):
         env["CUDA_VISIBLE_DEVICES"] = gpu
     say(f"running {short(run.data['description'])!r}; its log: {here / 'run.log'}")
     begin = time.monotonic()
-    code = call(run, ["bash", "autoresearch.sh"], here, env, "metrics.txt", "harness.log")
-    outcome = read_outcome(run.folder, code) | {"seconds": round(time.monotonic() - begin, 1)}
+    code, printed = call(run, ["bash", "autoresearch.sh"], here, env, "harness.log")
+    outcome = read_outcome(run.folder, code, printed) | {"seconds": round(time.monotonic() - begin, 1)}
     keep_run_log(run)
     checks = next((c for c in (here / "autoresearch.checks.sh", ROOT / "autoresearch.checks.sh") if c.exists()), None)
     if checks and outcome["status"] == "scored":
-        code = call(run, ["bash", str(checks)], here, env, "checks.log", "checks.err", CHECKS_LIMIT)
+        code, _ = call(run, ["bash", "-c", 'bash "$0" >&2', str(checks)], here, env, "checks.log", CHECKS_LIMIT)
         if code:
             detail = f"autoresearch.checks.sh ended with {code}" + f" after {CHECKS_LIMIT} s" * (code == 124)
             outcome |= {"status": "checks_failed", "reason": "checks_failed", "detail": detail}
     return outcome
 
 
-def read_outcome(folder, code):
+def read_outcome(folder, code, printed):
     """Status, reason, score, metrics and record of a run that ended with this exit code of autoresearch.sh."""
     failed = {"status": "crash", "reason": REASONS.get(code, "crash"), "score": 0, "metrics": {}, "record": {}}
     said = [line[14:] for line in (folder / "harness.log").read_text(errors="replace").splitlines()
@@ -492,7 +493,7 @@ def read_outcome(folder, code):
         record.setdefault("budget", time_budget())
     except (OSError, ValueError, KeyError, TypeError) as error:
         return failed | {"reason": "void", "detail": f"no usable record: {error}"}
-    found = re.findall(r"^METRIC (\w+)=(-?[0-9.]+)$", (folder / "metrics.txt").read_text(), re.M)
+    found = re.findall(r"^METRIC (\w+)=(-?[0-9.]+)$", printed, re.M)
     metrics = {name.lower(): float(value) for name, value in found}
     return {"status": "scored", "reason": "", "detail": "", "score": score, "metrics": metrics, "record": record}
 
