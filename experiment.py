@@ -519,7 +519,7 @@ def commit_candidate(run):
     description, before = run.data["description"], TRAIN.read_bytes()
     message = f"experiment: {short(description)}\n\n{description}\n\n{TRAILER}{run.data['id']}\n"
     try:
-        git("commit", "--quiet", "--only", "--file=-", "--", "train.py", text=message, hooks=True)
+        git("commit", "--quiet", "--file=-", "--", "train.py", text=message, hooks=True)
     except Stop as refusal:
         if TRAIN.read_bytes() != before:
             TRAIN.write_bytes(before)

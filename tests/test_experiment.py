@@ -25,11 +25,15 @@ SPREAD = 0.0
 
 def main():
     seed = int(os.environ.get("AUTORESEARCH_SEED", 1337))
-    score = SCORE + SPREAD * (seed - 1337)
+    score = SCORE + SPREAD * (seed - 1337) + float(os.environ.get("FAKE_LOSS", 0))
     budget = float(os.environ.get("AUTORESEARCH_TIME_BUDGET", 300))
     record = {"run_id": os.environ["AUTORESEARCH_RUN_ID"], "val_bpb": score, "data_id": "0123456789ab", "seed": seed,
               "profile": "tiny", "device": os.environ.get("FAKE_DEVICE", "cpu"), "budget": budget, "marks": ""}
     folder = os.environ["AUTORESEARCH_RUN_DIR"]
+    if os.environ.get("GATE"):
+        open(os.path.join(folder, "started"), "w").write(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        while not os.path.exists(os.environ["GATE"]):
+            time.sleep(0.02)
     #BODY
     with open(os.path.join(folder, "eval.jsonl"), "w") as file:
         file.write(json.dumps(record) + "\\n")
@@ -407,18 +411,15 @@ def test_check_passes_when_run_would_start(cycle):
 
 # ---- the user's files while a run is under way ----
 
-HOLD = """
-open(os.path.join(folder, 'started'), 'w').write(os.environ.get('CUDA_VISIBLE_DEVICES', ''))
-while not os.path.exists({gate!r}): time.sleep(0.02)
-"""
 
-
-def held(cycle, score, gate, *args, **env):
+def held(cycle, score, gate, *args, first_line="", **env):
     """Start a run that waits for the file `gate`; returns when its train.py is running."""
-    cycle.edit(score, HOLD.format(gate=str(gate)))
-    process = cycle.start("run", f"score {score}", *args, **env)
-    wait_for(lambda: any((f / "started").exists() and json.loads((f / "record.json").read_text())["description"]
-                         == f"score {score}" for f in (cycle.root / ".autoresearch/runs").glob("open-*")), process)
+    cycle.edit(score)
+    train = cycle.root / "train.py"
+    train.write_text(first_line + train.read_text())
+    before = set(cycle.root.glob(".autoresearch/runs/*/started"))
+    process = cycle.start("run", f"score {score}", *args, GATE=str(gate), **env)
+    wait_for(lambda: set(cycle.root.glob(".autoresearch/runs/open-*/started")) - before, process)
     return process
 
 
@@ -461,17 +462,30 @@ def test_two_runs_side_by_side_each_with_its_gpu(based, tmp_path):
     based.assert_settled()
 
 
-@pytest.mark.parametrize("first_ends", ["one", "two"])
-def test_side_by_side_the_branch_ends_with_the_bytes_that_were_measured(based, tmp_path, first_ends):
-    """The second run is built on the first one's commit, which is discarded: alone, it was never measured."""
-    one = held(based, 1.5, tmp_path / "one")
-    two = held(based, 0.8, tmp_path / "two")
+@pytest.mark.parametrize("order", [("one", "two"), ("two", "one")])
+@pytest.mark.parametrize("first_line", ["", "ONE = 1\n"], ids=["same lines", "other lines"])
+def test_side_by_side_the_branch_ends_with_the_bytes_that_were_measured(based, tmp_path, order, first_line):
+    """The second run is built on the first one's commit, which is discarded: without it, it was never measured."""
+    one = held(based, 1.0 if first_line else 1.5, tmp_path / "one", first_line=first_line, FAKE_LOSS="0.5")
+    two = held(based, 0.8, tmp_path / "two", first_line=first_line)
     measured = based.git("rev-parse", "HEAD:train.py")
-    for name, process in sorted({"one": one, "two": two}.items(), reverse=first_ends == "two"):
+    for name in order:
         (tmp_path / name).touch()
-        process.communicate(timeout=30)
+        {"one": one, "two": two}[name].communicate(timeout=30)
     assert sorted(r["status"] for r in based.rows()) == ["discard", "keep", "keep"]
     assert based.git("rev-parse", "HEAD:train.py") == measured
+    based.assert_settled()
+
+
+@pytest.mark.parametrize("order", [("one", "two"), ("two", "one")])
+def test_side_by_side_two_discards_leave_the_incumbent(based, tmp_path, order):
+    wanted = based.git("rev-parse", "HEAD:train.py")
+    runs = {"one": held(based, 1.5, tmp_path / "one"), "two": held(based, 1.6, tmp_path / "two")}
+    for name in order:
+        (tmp_path / name).touch()
+        runs[name].communicate(timeout=30)
+    assert [r["status"] for r in based.rows()] == ["keep", "discard", "discard"]
+    assert based.git("rev-parse", "HEAD:train.py") == wanted
     based.assert_settled()
 
 
