@@ -930,9 +930,9 @@ def report_command(args):
 
 
 def write_report(rows, watch):
-    floor, source = noise_floor(current(rows))
+    floor, _ = noise_floor(current(rows))
     runs = [row | run_files(row) for row in rows]
-    data = {"name": ROOT.name, "summary": summary(rows), "floor": floor, "source": source, "runs": runs}
+    data = {"name": ROOT.name, "summary": summary(rows), "floor": floor, "runs": runs}
     text = json.dumps(data).replace("<", "\\u003c")  # no text of the log can end the script element
     reload = '<meta http-equiv="refresh" content="5">' if watch else ""
     page = STATE / "report.new"
@@ -983,11 +983,12 @@ def draw(segment, floor, path):
         for row in steps:  # a label where there is room for one
             if row["run"] - last >= spacing:
                 last = row["run"]
-                axes.annotate(short(row["description"], 32).replace("$", r"\$"), (last, row["metric"]), rotation=30,
-                              fontsize=7, xytext=(3, 5), textcoords="offset points")
+                axes.annotate(short(row["description"], 32), (last, row["metric"]), rotation=30, fontsize=7,
+                              xytext=(3, 5), textcoords="offset points", parse_math=False)
         axes.legend(loc="upper right", frameon=False, fontsize=8, ncols=4)
         gain = segment[0]["metric"] - low
         axes.set_title(f"{len(segment)} runs, {len(steps)} kept: {low:.6f}, {gain:.6f} below the baseline", loc="left")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="run", ylabel="val_bpb (lower is better)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -1009,7 +1010,7 @@ body { margin: 0 auto; padding: 16px; max-width: 1080px; background: var(--bg); 
   font: 15px/1.45 system-ui, sans-serif; }
 h1 { font-size: 20px; margin: 0 0 8px; } pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
 .summary { white-space: pre-wrap; color: var(--dim); margin-bottom: 12px; font: 13px/1.5 ui-monospace, monospace; }
-svg { display: block; width: 100%; } 
+svg { display: block; width: 100%; }
 svg text { fill: var(--dim); font-size: 11px; stroke: var(--bg); stroke-width: 3px; paint-order: stroke; }
 svg .axis { stroke: var(--line); } .step { fill: none; stroke: var(--keep); stroke-width: 1.5; }
 .band { fill: var(--keep); opacity: .13; } .curve { fill: none; stroke: var(--ink); stroke-width: 1.2; }
@@ -1023,13 +1024,13 @@ select, input { font: inherit; color: inherit; background: var(--soft); border: 
   border-radius: 6px; padding: 5px 8px; min-width: 0; } input { flex: 1; }
 table { width: 100%; border-collapse: collapse; } td, th { padding: 5px 8px; border-bottom: 1px solid var(--line);
   text-align: left; vertical-align: top; } .n { text-align: right; font-variant-numeric: tabular-nums; }
-th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; } 
+th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; }
 th button:focus-visible { outline: auto; }
 tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); } .text { overflow-wrap: anywhere; }
 .status { color: var(--c); font-weight: 600; white-space: nowrap; }
 .detail > td { background: var(--soft); }
 .detail div { display: grid; gap: 10px; min-width: 0; grid-template-columns: minmax(0, 1fr); }
-.add { color: var(--keep); } .del { color: var(--crash); } 
+.add { color: var(--keep); } .del { color: var(--crash); }
 .dim { color: var(--dim); white-space: pre-wrap; overflow-wrap: anywhere; }
 @media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; } body { padding: 12px; } }
 </style></head><body>
@@ -1062,13 +1063,11 @@ const score = (run) => run.metric ? run.metric.toFixed(6) : "";
 const change = (run) => run.metric && run.parent_metric ? run.metric - run.parent_metric : NaN;
 const signed = (x) => Number.isNaN(x) ? "" : (x > 0 ? "+" : "") + x.toFixed(6);
 
-const columns = [["run", "run", (r) => r.run, "n"], ["status", "status", (r) => r.status, ""],
-  ["metric", "val_bpb", (r) => r.metric || NaN, "n"], ["change", "change", change, "n wide"],
-  ["seconds", "seconds", (r) => r.seconds || 0, "n wide"],
-  ["description", "description", (r) => r.description, "text"]];
+const columns = [["run", (r) => r.run, "n"], ["status", (r) => r.status, ""], ["val_bpb", (r) => r.metric || NaN, "n"],
+  ["change", change, "n wide"], ["seconds", (r) => r.seconds, "n wide"], ["description", (r) => r.description, "text"]];
 
 function table() {
-  const value = columns.find((c) => c[0] === state.sort)[2], words = state.text.toLowerCase();
+  const value = columns.find((c) => c[0] === state.sort)[1], words = state.text.toLowerCase();
   const shown = runs.filter((r) => (!state.status || r.status === state.status) &&
     (r.description + " " + r.reason + " " + r.commit + " " + JSON.stringify(r.asi)).toLowerCase().includes(words));
   shown.sort((a, b) => {
@@ -1078,11 +1077,11 @@ function table() {
   });
   const head = $("thead tr"), body = $("tbody");
   head.replaceChildren(); body.replaceChildren();
-  for (const [name, title, , style] of columns) {
+  for (const [name, , style] of columns) {
     const arrow = name !== state.sort ? "" : state.down ? " \\u2193" : " \\u2191";
     const order = !arrow ? "none" : state.down ? "descending" : "ascending";
     const th = element(head, "th", { class: style, "aria-sort": order });
-    element(th, "button", { "data-sort": name }, title + arrow).onclick = () => {
+    element(th, "button", { "data-sort": name }, name + arrow).onclick = () => {
       state.down = state.sort === name && !state.down; state.sort = name; table();
     };
   }
@@ -1092,7 +1091,7 @@ function table() {
     element(tr, "td", { class: "status " + r.status }, r.status);
     element(tr, "td", { class: "n" }, score(r));
     element(tr, "td", { class: "n wide" }, signed(change(r)));
-    element(tr, "td", { class: "n wide" }, (r.seconds || 0).toFixed(0));
+    element(tr, "td", { class: "n wide" }, r.seconds.toFixed(0));
     element(tr, "td", { class: "text" }, r.description.slice(0, 200));
     tr.onclick = () => toggle(r, tr);
     tr.onkeydown = (event) => { if (event.key === "Enter") toggle(r, tr); };

@@ -71,7 +71,8 @@ class Cycle:
         (self.root / "train.py").write_text(code.replace("#BODY", body.replace("\n", "\n    ")))
 
     def start(self, *args, script="experiment.py", **env):
-        return subprocess.Popen([sys.executable, script, *args], cwd=self.root, env={**os.environ, **env},
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("AUTORESEARCH_")}
+        return subprocess.Popen([sys.executable, script, *args], cwd=self.root, env=clean | env,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def call(self, *args, **env):
@@ -738,7 +739,7 @@ def test_nothing_runs_at_import_and_only_the_standard_library_is_needed():
 
 
 @pytest.mark.slow
-def test_the_real_train_py_goes_through_the_cycle_once(tmp_path):
+def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, request):
     missing = [name for name in ("prepare.py", "train.py") if not (ROOT / name).exists()]
     if missing:
         pytest.skip(f"not in this checkout: {' '.join(missing)}")
@@ -746,7 +747,10 @@ def test_the_real_train_py_goes_through_the_cycle_once(tmp_path):
     for name in ("prepare.py", "train.py"):
         shutil.copy(ROOT / name, cycle.root / name)
     cycle.git("commit", "-qam", "the real ones")
-    process = cycle.start("run", "baseline", AUTORESEARCH_TIME_BUDGET="5", AUTORESEARCH_PROFILE="tiny")
+    cycle.git("update-ref", experiment.SESSION, "HEAD")
+    cache = request.getfixturevalue("prepared")["AUTORESEARCH_CACHE"]
+    process = cycle.start("run", "baseline", AUTORESEARCH_TIME_BUDGET="5", AUTORESEARCH_PROFILE="tiny",
+                          AUTORESEARCH_CACHE=cache)
     out, err = process.communicate()
     assert process.returncode == 0, out + err
     row = cycle.rows()[0]

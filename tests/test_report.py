@@ -9,7 +9,7 @@ from tests.test_experiment import Cycle, many_rows
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: it is in the dev group")
 
-EVIL = "<script>document.title='owned'</script></script><img src=x onerror=\"document.title='owned'\"> & \"quotes\""
+EVIL = "$\\frac{$ <script>document.title='owned'</script></script><img src=x onerror=\"document.title='owned'\">"
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,11 @@ def test_a_thousand_rows_sort_filter_and_hover(browser, cycle):
     show(browser, cycle)
     assert len(select(browser, "tr.run")) == 1000 and len(select(browser, "#chart circle, #chart .x")) == 1000
     assert texts(browser, "tr.run td:first-child")[0] == "1000"
-    select(browser, "[data-sort=metric]")[0].click()
+    select(browser, "[data-sort=val_bpb]")[0].click()
     scores = texts(browser, "tr.run td:nth-child(3)")
     real = [float(score) for score in scores if score]
     assert real == sorted(real) and scores[-200:] == [""] * 200
-    select(browser, "[data-sort=metric]")[0].click()
+    select(browser, "[data-sort=val_bpb]")[0].click()
     scores = texts(browser, "tr.run td:nth-child(3)")
     assert [float(s) for s in scores[:800]] == sorted(real, reverse=True) and scores[-200:] == [""] * 200
     browser.execute_script("const s = document.querySelector('select'); s.value = 'crash'; s.onchange({target: s})")
