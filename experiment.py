@@ -1023,10 +1023,11 @@ circle, .x { cursor: pointer; } .keep { --c: var(--keep); } .discard { --c: var(
 select, input { font: inherit; color: inherit; background: var(--soft); border: 1px solid var(--line);
   border-radius: 6px; padding: 5px 8px; min-width: 0; } input { flex: 1; }
 table { width: 100%; border-collapse: collapse; } td, th { padding: 5px 8px; border-bottom: 1px solid var(--line);
-  text-align: left; vertical-align: top; } .n { text-align: right; font-variant-numeric: tabular-nums; }
+  text-align: left; vertical-align: top; } th { white-space: nowrap; } .n { text-align: right; font-variant-numeric: tabular-nums; }
 th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; }
 th button:focus-visible { outline: auto; }
-tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); } .text { overflow-wrap: anywhere; }
+tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); }
+.text { overflow-wrap: anywhere; width: 100%; }
 .status { color: var(--c); font-weight: 600; white-space: nowrap; }
 .detail > td { background: var(--soft); }
 .detail div { display: grid; gap: 10px; min-width: 0; grid-template-columns: minmax(0, 1fr); }
@@ -1115,7 +1116,7 @@ function toggle(r, tr) {
 function detail(r, tr) {
   const row = document.createElement("tr"), cell = element(row, "td", { colspan: 6 }), box = element(cell, "div");
   tr.classList.add("open"); row.className = "detail"; tr.after(row);
-  const facts = [r.description, [r.reason, r.detail, r.marks].filter(Boolean).join(": "),
+  const facts = [r.description, [r.status, r.reason, r.detail, r.marks].filter(Boolean).join(": "),
     `commit ${r.commit}, segment ${r.segment}, data ${r.data_id ?? "-"}, ${r.device ?? "-"}, ` +
     `budget ${r.budget ?? "-"} s, seed ${r.seed ?? "-"}, ${new Date(r.timestamp).toLocaleString()}`];
   if (r.parent_metric)
