@@ -1023,7 +1023,8 @@ circle, .x { cursor: pointer; } .keep { --c: var(--keep); } .discard { --c: var(
 select, input { font: inherit; color: inherit; background: var(--soft); border: 1px solid var(--line);
   border-radius: 6px; padding: 5px 8px; min-width: 0; } input { flex: 1; }
 table { width: 100%; border-collapse: collapse; } td, th { padding: 5px 8px; border-bottom: 1px solid var(--line);
-  text-align: left; vertical-align: top; } th { white-space: nowrap; } .n { text-align: right; font-variant-numeric: tabular-nums; }
+  text-align: left; vertical-align: top; } th { white-space: nowrap; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
 th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; }
 th button:focus-visible { outline: auto; }
 tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); }

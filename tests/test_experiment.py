@@ -515,6 +515,23 @@ def test_ctrl_c_is_logged_and_reverted_at_once(based, tmp_path, number):
     assert not alive(based)
 
 
+def test_ctrl_c_during_the_commit_waits_for_its_end(based, tmp_path):
+    hook = based.root / ".git/hooks/pre-commit"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text(f"#!/bin/sh\ntouch '{tmp_path}/hooked'\nwhile [ ! -e '{tmp_path}/gate' ]; do sleep 0.02; done\n")
+    hook.chmod(0o755)
+    based.edit(0.9)
+    process = based.start("run", "interrupted in its commit")
+    wait_for((tmp_path / "hooked").exists, process)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    (tmp_path / "gate").touch()
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert [r["reason"] for r in based.rows()] == ["baseline", "interrupted"] and based.score_at_head() == 1.0
+    based.assert_settled()
+
+
 def alive(cycle):
     """Processes that still run a train.py of this repository."""
     found = []
