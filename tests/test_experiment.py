@@ -383,6 +383,17 @@ def test_a_pre_commit_hook_that_refuses_leaves_everything(based):
     assert len(based.rows()) == 1
 
 
+def test_a_hook_cannot_stop_a_revert(based):
+    hook = based.root / ".git/hooks/commit-msg"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text('#!/bin/sh\n! grep -q Revert "$1"\n')
+    hook.chmod(0o755)
+    based.edit(1.1)
+    based.run("worse")
+    assert based.score_at_head() == 1.0
+    based.assert_settled()
+
+
 def test_git_states_are_handled_with_a_hint(based):
     based.edit(0.9)
     based.git("checkout", "-q", "--detach")
