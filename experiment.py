@@ -166,7 +166,8 @@ def confidence(rows):
 def append(row, new_segment=False):
     """Write one row, after a config line if it opens a segment, and sync it. The caller holds the lock."""
     rows = read_log()
-    segment = (rows[-1]["segment"] + 1 if rows else 0) if new_segment else rows[-1]["segment"]
+    new_segment = new_segment or not rows
+    segment = rows[-1]["segment"] + new_segment if rows else 0
     row |= {"run": len(rows) + 1, "segment": segment}
     row["confidence"] = confidence([r for r in rows if r["segment"] == segment] + [row])
     lines = [row]
@@ -376,7 +377,10 @@ class Run:
         remove_tree(self.tree)
         for spare in ("lock", "reserve"):
             (self.folder / spare).unlink(missing_ok=True)
-        self.folder = self.folder.rename(self.folder.with_name(name))
+        target = self.folder.with_name(name)
+        if target.exists():  # of a log that was deleted and begun again
+            target.rename(target.with_name(f"{name}-before-{self.data['id']}"))
+        self.folder = self.folder.rename(target)
 
 
 def write_synced(path, data):
@@ -719,8 +723,8 @@ def baseline(args, description, commit, fits):
 
 def decide(run, outcome, args):
     """The verdict by rule; returns the row, appended and acted upon."""
-    record = outcome["record"]
-    if outcome["status"] == "scored" and key(record) != key(current(read_log())[0]):
+    record, segment = outcome["record"], current(read_log())
+    if outcome["status"] == "scored" and not (segment and key(record) == key(segment[0])):
         say("data, budget or device are not those of the log's last segment: a new segment needs its own baseline")
         try:
             baseline(args, "baseline", run.data["parent"], lambda first: key(first) == key(record))
@@ -902,7 +906,7 @@ def check_command(args):
 
 def check_idea():
     segment = current(read_log())
-    if segment and key(segment[0])[1] == time_budget() and not train_changed():
+    if best(segment) and key(segment[0])[1] == time_budget() and not train_changed():
         raise Stop("train.py is as at HEAD. hint: edit it, then run")
     return "train.py changed" if train_changed() else "the next run makes the baseline"
 

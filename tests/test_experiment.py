@@ -635,6 +635,15 @@ def test_half_a_last_line_is_put_aside_and_the_log_stays_strict(based):
     assert [r["run"] for r in based.rows()] == [1, 2, 3]
 
 
+def test_a_log_that_was_deleted_during_a_run_begins_again(based, tmp_path):
+    process = held(based, 0.9, tmp_path / "gate")
+    (based.root / "autoresearch.jsonl").unlink()
+    (tmp_path / "gate").touch()
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert [(r["metric"], r["status"]) for r in based.rows()] == [(1.0, "keep"), (0.9, "keep")]
+
+
 def test_rows_of_another_tool_are_read_and_continued(cycle):
     config = {"type": "config", "name": "x", "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
     row = {"run": 1, "commit": "0123abc", "metric": 0.5, "status": "keep", "description": "theirs", "timestamp": 1}
