@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.test_experiment import Cycle, many_rows
+from tests.test_experiment import Cycle, many_rows, wait_for
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: it is in the dev group")
 
@@ -79,7 +79,7 @@ def test_a_run_opens_with_its_diff_notes_and_curve_and_its_text_stays_text(brows
     assert "9.000 to 3.0" in texts(browser, ".detail svg text")[0]
     assert browser.execute_script("return document.querySelector('.curve').getBBox().height") > 50
     browser.refresh()  # as the page does by itself under --watch: what was open stays open
-    assert len(select(browser, ".detail")) == 1
+    wait_for(lambda: len(select(browser, ".detail")) == 1)
     select(browser, "tr.run")[0].click()
     assert not select(browser, ".detail")
     assert_quiet(browser)
