@@ -788,8 +788,8 @@ def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, request):
     cycle.git("commit", "-qam", "the real ones")
     cycle.git("update-ref", experiment.SESSION, "HEAD")
     cache = request.getfixturevalue("prepared")["AUTORESEARCH_CACHE"]
-    process = cycle.start("run", "baseline", AUTORESEARCH_TIME_BUDGET="5", AUTORESEARCH_PROFILE="tiny",
-                          AUTORESEARCH_CACHE=cache)
+    process = cycle.start("run", "baseline", AUTORESEARCH_TIME_BUDGET="5", AUTORESEARCH_HARD_LIMIT="900",
+                          AUTORESEARCH_PROFILE="tiny", AUTORESEARCH_CACHE=cache)
     out, err = process.communicate()
     assert process.returncode == 0, out + err
     row = cycle.rows()[0]
