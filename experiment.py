@@ -841,7 +841,7 @@ def summary(rows):
     gain = first - top["metric"]
     lines = [
         f"best     {top['metric']:.6f} (run {top['run']}, {top['commit']}): {short(top['description'])}",
-        f"baseline {first:.6f}, gain {gain:.6f} ({100 * gain / first:.2f}%), confidence {segment[-1]['confidence']}",
+        f"baseline {first:.6f}, gain {gain:.6f} ({100 * gain / first:.2f}%), confidence {confidence(segment) or '-'}",
         f"runs     {len(segment)}, kept {len(kept(segment))} (all segments: {len(rows)})",
         f"floor    {floor[0]:.6f} ({floor[1]})",
     ]
