@@ -936,11 +936,10 @@ def report_command(args):
 def write_report(rows, watch):
     floor, _ = noise_floor(current(rows))
     runs = [row | run_files(row) for row in rows]
-    data = {"name": ROOT.name, "summary": summary(rows), "floor": floor, "runs": runs}
+    data = {"name": ROOT.name, "summary": summary(rows), "floor": floor, "watch": watch, "runs": runs}
     text = json.dumps(data).replace("<", "\\u003c")  # no text of the log can end the script element
-    reload = '<meta http-equiv="refresh" content="5">' if watch else ""
     page = STATE / "report.new"
-    page.write_text(PAGE.replace("<!--reload-->", reload).replace("/*data*/", text))
+    page.write_text(PAGE.replace("/*data*/", text))
     page.replace(ROOT / "report.html")
     draw(current(rows), floor, ROOT / "progress.png")
     print("wrote report.html and progress.png", flush=True)
@@ -1001,7 +1000,7 @@ def draw(segment, floor, path):
 
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><!--reload-->
+<html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
   content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>autoresearch</title>
@@ -1038,7 +1037,8 @@ tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); }
 .detail div { display: grid; gap: 10px; min-width: 0; grid-template-columns: minmax(0, 1fr); }
 .add { color: var(--keep); } .del { color: var(--crash); }
 .dim { color: var(--dim); white-space: pre-wrap; overflow-wrap: anywhere; }
-@media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; } body { padding: 12px; } }
+@media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; font-size: 13px; }
+  body { padding: 12px; } }
 </style></head><body>
 <h1></h1><div class="summary"></div>
 <svg id="chart" role="img" aria-label="val_bpb of each run"></svg><div id="tip" hidden></div>
@@ -1053,9 +1053,8 @@ tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); }
 const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
 const $ = (selector) => document.querySelector(selector);
 const state = { sort: "run", down: true, status: "", text: "", open: [] };
-const place = "report " + location.pathname; // what is open and sorted outlives the page's own reload
-try { Object.assign(state, JSON.parse(sessionStorage[place] || "{}")); } catch { /* no storage: start afresh */ }
-const save = () => { try { sessionStorage[place] = JSON.stringify(state); } catch { /* as above */ } };
+Object.assign(state, history.state); // what is open, sorted and filtered outlives the page's own reload
+const save = () => history.replaceState(state, "");
 
 // Text of the log goes in by textContent only: it is never markup.
 function element(parent, tag, attributes = {}, text = "") {
@@ -1212,6 +1211,7 @@ $("input").oninput = (event) => { state.text = event.target.value; table(); };
 addEventListener("resize", () => runs.length && chart());
 if (runs.length) chart();
 table();
+if (data.watch) setTimeout(() => location.reload(), 5000);
 </script></body></html>
 """
 

@@ -139,7 +139,7 @@ def test_watch_rewrites_after_a_run_and_the_page_reloads_itself(cycle):
     try:
         assert "wrote" in process.stdout.readline()
         page = (cycle.root / "report.html").read_text()
-        assert 'http-equiv="refresh"' in page and "second idea" not in page
+        assert '"watch": true' in page and "second idea" not in page
         cycle.edit(0.9)
         cycle.run("second idea")
         assert "wrote" in process.stdout.readline()
