@@ -359,7 +359,7 @@ class Hub:
                 self.bar.total = sum(self.sizes.values()) * of // len(self.sizes)  # as if the others were like these
                 if r.status_code != 416:
                     with open(part, "ab" if have else "wb") as f:
-                        for chunk in r.iter_content(1 << 16):
+                        for chunk in r.iter_content(1 << 14):
                             f.write(chunk)
                             self.count(name, f.tell())
                             if self.stopped.is_set():
@@ -1512,7 +1512,11 @@ def run() -> int:
     return 2
 
 
-if __name__ == "__main__":
-    code = run()
+def leave(code: int) -> None:
+    """Exit without waiting for threads that wait for the network."""
     sys.stdout.flush()
-    os._exit(code)  # threads that wait for the network are not waited for
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(run())
