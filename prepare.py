@@ -851,7 +851,7 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, buffer_siz
         both = host.to(device, non_blocking=pin)
         if pin:
             copied[turn].record()
-        yield both[0], both[1], max(taken - buffer_size, 0) // n_documents + 1
+        yield both[0], both[1], (taken - buffer_size) // n_documents + 1
 
 
 # ---------------------------------------------------------------------------- prepare
