@@ -466,7 +466,7 @@ def parquet_texts(path: Path, file=None) -> Iterator[str | None]:
     try:
         for batch in pq.ParquetFile(file or path).iter_batches(1024, columns=["text"]):
             for value in batch["text"].cast(pa.binary()).to_pylist():
-                yield value and value.decode("utf-8", "surrogateescape")
+                yield None if value is None else value.decode("utf-8", "surrogateescape")
     except KeyError:
         raise UserError(f"{path} has no column 'text'") from None
     except (pa.ArrowException, OSError) as e:
@@ -972,7 +972,7 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
         for name in names:
             manifest["files"][name] = [(CACHE / name).stat().st_size, file_hash(CACHE / name)]
         manifest["train"] = [name for shard in sorted(manifest["stats"]) for name in manifest["stats"][shard]["files"]]
-        write_atomic(CACHE / "manifest.json", json.dumps(manifest, indent=1).encode())
+        write_atomic(CACHE / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True).encode())
 
     learn, hold_out = "tokenizer.json" not in manifest["files"], not {"val_rows.bin", "val_keys.bin"} <= {*manifest["files"]}
     wanted = dict.fromkeys([*todo, *(source.sample if learn else ()), *([source.val] if hold_out else ())])
