@@ -152,6 +152,18 @@ def write_atomic(path: Path, data: bytes) -> None:
         f.write(data)
 
 
+@contextlib.contextmanager
+def locked():
+    """One process at a time prepares this data, also for another profile: the raw files are shared."""
+    with open(ROOT / f"{DATA}.lock", "w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process is preparing {DATA}: waiting for it", file=sys.stderr)
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
 def file_hash(path: Path) -> str:
     h = hashlib.sha256()
     with open(path, "rb") as f:
@@ -304,13 +316,15 @@ class Hub:
                 names = sorted(entry["path"] for entry in r.json() if entry["path"].endswith(".parquet"))
             write_atomic(kept, json.dumps([n for n in names if ".." not in n and not n.startswith("/")]).encode())
 
-        if not kept.exists() and self.parallel(lambda name: self.persist(ask_hub, name), ["listing"]):
-            raise UserError(shown(f"{self.base} has no data set {self.repo}"))
+        if not kept.exists():
+            with locked():
+                if self.parallel(lambda name: self.persist(ask_hub, name), ["listing"]):
+                    raise UserError(shown(f"{self.base} has no data set {self.repo}"))
         return json.loads(kept.read_text())
 
     def fetch(self, names: list[str], verify: bool) -> list[str]:
         """Download those not there, and with verify whatever is damaged. Returns the names that the hub does not have."""
-        names = [name for name in names if not (self.folder / name).exists()]
+        names = [name for name in dict.fromkeys(names) if not (self.folder / name).exists()]
         if verify:
             names += sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*.parquet"))
         if not names:
@@ -327,11 +341,11 @@ class Hub:
         """Bring one file whole into the folder; what an earlier attempt or process left of it is continued by Range."""
         path, part = self.folder / name, self.folder / f"{name}.part"
         path.parent.mkdir(parents=True, exist_ok=True)
-        digest = Path(f"{path}.sha256")  # as sha256sum writes it
+        kept = Path(f"{path}.sha256")  # its hash, as sha256sum writes it
         if path.exists():
             with contextlib.suppress(requests.RequestException):
                 check_parquet(path)
-                if not digest.exists() or digest.read_text().split()[0] == file_hash(path):
+                if not kept.exists() or kept.read_text().startswith(file_hash(path)):
                     return
             print(f"{path} is damaged: downloading it again", file=sys.stderr)
             path.unlink()
@@ -366,18 +380,18 @@ class Hub:
                                 return
                         f.flush()
                         os.fsync(f.fileno())
-                expected = [re.search("[0-9a-f]{64}", a.headers.get("X-Linked-ETag", "")) for a in (*r.history, r)]
+                announced = [a.headers.get("X-Linked-ETag", "").strip('"') for a in (*r.history, r)]  # not by where it leads
             if total and size() < total:
                 raise requests.RequestException(f"{size()} bytes of {total} came")
             found = file_hash(part)
-            for match in filter(None, expected):
-                if match[0] != found:
-                    restart(f"its SHA-256 is {found}, {match[0]} was announced")
+            for digest in announced:
+                if len(digest) == 64 and digest != found:
+                    restart(f"its SHA-256 is {found}, {digest} was announced")
             try:
                 check_parquet(part)
             except requests.RequestException as e:
                 restart(str(e))
-            write_atomic(digest, f"{found}  {path.name}\n".encode())
+            write_atomic(kept, f"{found}  {path.name}\n".encode())
             os.replace(part, path)
 
         self.persist(attempt, name, size)
@@ -388,14 +402,14 @@ class Hub:
 
 @dataclass
 class Source:
-    """Named shards of text. Names without text (tokens are there, raw files deleted) cost nothing."""
+    """Shards of text by name, opened only when their tokens are not there yet."""
 
     train: list[str]
     sample: list[str]  # the shards that the tokenizer learns from, whatever else is trained on
     val: str
     texts: Callable[[str], Iterator]  # the texts of a shard; None or a Skip in place of one that cannot be used
+    fetch: Callable[[list[str], bool], list[str]] = lambda shards, verify: []  # download; returns those that are missing
     cut: bool = True  # cut texts longer than a row into documents that fit one
-    fetch: Callable[[list[str], bool], list[str]] = lambda names, verify: []  # download; returns the names of missing shards
     state: str | None = None  # changes when the texts do
 
 
@@ -480,19 +494,10 @@ TOKENIZER_SHARDS = 5  # enough for TOKENIZER_CHARS
 def climbmix_source(num_shards: int) -> Source:
     """Web text of the hub; the last shard is pinned as validation. Longer texts stay whole, as in published results."""
     hub = Hub("karpathy/climbmix-400b-shuffle", ROOT / "raw" / "climbmix")
-    names = [f"shard_{i:05d}" for i in range(LAST_SHARD + 1)]
-
-    def fetch(shards: list[str], verify: bool) -> list[str]:
-        return [Path(name).stem for name in hub.fetch([f"{shard}.parquet" for shard in shards], verify)]
-
-    return Source(
-        train=names[:-1][: num_shards if num_shards >= 0 else None],
-        sample=names[:-1][:TOKENIZER_SHARDS],
-        val=names[-1],
-        texts=lambda shard: parquet_texts(hub.folder / f"{shard}.parquet"),
-        cut=False,
-        fetch=fetch,
-    )
+    *train, val = [f"shard_{i:05d}.parquet" for i in range(LAST_SHARD + 1)]
+    wanted = train[: num_shards if num_shards >= 0 else None]
+    texts = lambda shard: parquet_texts(hub.folder / shard)  # noqa: E731
+    return Source(wanted, train[:TOKENIZER_SHARDS], val, texts, hub.fetch, cut=False)
 
 
 VAL_BYTES = 6  # of text held out for each token of EVAL_TOKENS: BPE makes tokens shorter than that, and some are cropped
@@ -514,9 +519,9 @@ def tinystories_source() -> Source:
                 return
 
     def fetch(shards: list[str], verify: bool) -> list[str]:
-        return hub.fetch(sorted({files[0] if shard == "val" else shard for shard in shards}), verify)
+        return hub.fetch([files[0] if shard == "val" else shard for shard in shards], verify)
 
-    return Source(files, files, "val", texts, fetch=fetch)
+    return Source(files, files, "val", texts, fetch)
 
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -568,7 +573,6 @@ def path_source(path: Path) -> Source:
     as many as EVAL_TOKENS needs, or 2% of the bytes if that is more."""
     found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     files = [p for p in found if kind_of(p)[0] in SUFFIXES and not any(part[0] == "." for part in p.relative_to(path).parts)]
-    state = json.dumps([(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files])
 
     def key(text: str) -> int:
         return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
@@ -582,6 +586,8 @@ def path_source(path: Path) -> Source:
     @cache
     def limits() -> tuple[int, int]:
         """The hashes of what is scored end at the first, of all that is held out at the second."""
+        if not files:
+            raise UserError(f"{path} is no file or folder with {', '.join(SUFFIXES)} files (or .gz, .zst of these)")
         weight, texts = np.zeros(1 << 16, np.int64), 0
         for texts, text in enumerate(usable(between(0, 1 << 16), Counter()), 1):  # noqa: B007
             weight[key(text) >> 48] += len(text.encode())
@@ -589,8 +595,8 @@ def path_source(path: Path) -> Source:
         low, high = (np.searchsorted(weight.cumsum(), [need, max(need, total // 50)]) + 1).tolist()
         if total < 2 * need or not weight[high:].any():
             raise UserError(
-                f"{path} has {total / 1e6:.1f} MB of text in {texts} texts, profile '{PROFILE}' needs {2 * need / 1e6:.1f} MB, "
-                f"{need / 1e6:.1f} MB of it for validation. hint: more text, or more and smaller files"
+                f"{path} has {total / 1e6:.1f} MB of text in {texts} texts, profile '{PROFILE}' needs "
+                f"{2 * need / 1e6:.1f} MB, {need / 1e6:.1f} MB of it for validation. hint: more text, or smaller files"
             )
         return low, high
 
@@ -601,13 +607,8 @@ def path_source(path: Path) -> Source:
         # The scored ones in the order of their hashes: what fills the rows is then spread over all files.
         return chain(sorted(usable(between(0, low), Counter()), key=key), between(low, high))
 
-    def fetch(shards: list[str], verify: bool) -> list[str]:
-        if not files:
-            raise UserError(f"{path} is no file or folder with {', '.join(SUFFIXES)} files (or .gz, .zst of these)")
-        return []
-
-    state = hashlib.sha256(state.encode()).hexdigest() if files else None
-    return Source(["text"], ["text"], "val", texts, fetch=fetch, state=state)
+    state = json.dumps([(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files])
+    return Source(["text"], ["text"], "val", texts, state=hashlib.sha256(state.encode()).hexdigest() if files else None)
 
 
 def open_source(num_shards: int) -> Source:
@@ -864,18 +865,6 @@ def settings() -> dict:
     return {"eval_version": EVAL_VERSION, "profile": asdict(_profile) | {"time_budget": None}, "data": data}
 
 
-@contextlib.contextmanager
-def locked():
-    """One process at a time prepares this data, also for another profile: the raw files are shared."""
-    with open(ROOT / f"{DATA}.lock", "w") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another process is preparing {DATA}: waiting for it", file=sys.stderr)
-            fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
 def write_shard(shard: str, documents, held_out: list[set]) -> dict:
     """Write documents to flat uint16 files but those whose hash is held out. Returns what was counted, and the files."""
     counts = {"files": [], "documents": 0, "tokens": 0, "dropped": 0, "dropped_exact": 0}
@@ -936,6 +925,8 @@ def salvage(source: Source, verify: bool) -> tuple[dict, list[str]]:
     manifest["stats"] = {s: stats for s, stats in manifest["stats"].items() if {*stats["files"]} <= {*manifest["files"]}}
     if bad:
         manifest.pop("data_id", None)
+    if verify:
+        manifest["missing"] = []  # ask again
     return manifest, bad
 
 
@@ -972,6 +963,8 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
         for name in names:
             manifest["files"][name] = [(CACHE / name).stat().st_size, file_hash(CACHE / name)]
         manifest["train"] = [name for shard in sorted(manifest["stats"]) for name in manifest["stats"][shard]["files"]]
+        kinds = ("documents", "tokens", "dropped", "dropped_exact")
+        manifest["total"] = {kind: sum(stats[kind] for stats in manifest["stats"].values()) for kind in kinds}
         write_atomic(CACHE / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True).encode())
 
     learn, hold_out = "tokenizer.json" not in manifest["files"], not {"val_rows.bin", "val_keys.bin"} <= {*manifest["files"]}
@@ -1017,8 +1010,6 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
         keep(*manifest["stats"][shard]["files"])
     if not manifest["train"]:
         raise UserError(f"no training text is left in {DATA}")
-    kinds = ("documents", "tokens", "dropped", "dropped_exact")
-    manifest["total"] = {kind: sum(stats[kind] for stats in manifest["stats"].values()) for kind in kinds}
     manifest["cropped"] = cropped_share(manifest, tokenizer.get_bos_token_id())
     manifest["data_id"] = data_id(manifest)
     keep()

@@ -349,7 +349,7 @@ def test_path_cache(folder, tmp_path):
         (lambda p: p.mkdir(), "no file or folder"),
         (lambda p: (p.mkdir(), (p / "a.bin").write_bytes(b"x")), "no file or folder"),
         (lambda p: (p.mkdir(), (p / "a.txt").write_text("short")), "0.0 MB of text in 1 texts, profile 'tiny' needs 0.0"),
-        (lambda p: (p.mkdir(), (p / "a.jsonl").write_bytes(jsonl(["word " * 9000]))), "more and smaller files"),
+        (lambda p: (p.mkdir(), (p / "a.jsonl").write_bytes(jsonl(["word " * 9000]))), "or smaller files"),
         (lambda p: (p.mkdir(), (p / "a.jsonl").write_bytes(jsonl(" ab" * (i % 50) for i in range(2000)))), "too uniform"),
         (lambda p: (p.mkdir(), (p / "a.parquet").write_bytes(b"PAR1")), "a.parquet cannot be read"),
     ],
