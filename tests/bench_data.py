@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -61,8 +62,10 @@ def tokenizing() -> None:
     tokenizer = prepare.Tokenizer.train(iter(texts), 8192)
     encoder, cores, counted = prepare.DocumentEncoder(tokenizer, None), os.cpu_count(), [0]
 
-    def alone():
-        tokenizer.enc.encode_ordinary_batch(texts, num_threads=cores)
+    def alone():  # its fastest call, with no lists of numbers made
+        with ThreadPoolExecutor(cores) as pool:
+            chunks = [texts[i : i + 100] for i in range(0, len(texts), 100)]
+            list(pool.map(lambda chunk: [tokenizer.enc.encode_to_numpy(t, disallowed_special=()) for t in chunk], chunks))
 
     def ours():
         counted[0] = sum(len(document) for _, document in prepare.encode_all(encoder, texts))

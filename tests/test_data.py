@@ -321,6 +321,7 @@ def test_two_percent_of_a_large_folder(folder, monkeypatch):
     monkeypatch.setattr(prepare, "EVAL_TOKENS", 32)
     val, train = halves(folder)
     assert 0.02 <= sum(map(len, val)) / sum(map(len, val + train)) < 0.03
+    assert not {*val} & {*train}
 
 
 def test_path_cache(folder, tmp_path):

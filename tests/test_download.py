@@ -278,6 +278,8 @@ p.DocumentEncoder.__call__ = lambda *args: (tick(1), encode(*args))[1]
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, err
+        with pytest.raises(prepare.UserError, match="missing, damaged or unfinished"):
+            prepare.load_manifest(climbmix.cache)
         deaths += 1
     assert process.returncode == 0 and deaths >= 4
     assert (contents(climbmix.cache), contents(climbmix.raw)) == expected
