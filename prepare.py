@@ -329,7 +329,7 @@ class Hub:
             names += sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*.parquet"))
         if not names:
             return []
-        print(f"downloading {len(names)} files of {self.repo}", file=sys.stderr)
+        print(f"{'checking' if verify else 'downloading'} {len(names)} files of {self.repo}", file=sys.stderr)
         with tqdm(unit="B", unit_scale=True, total=0, disable=None) as self.bar:
             return self.parallel(lambda name: self.download(name, len(names)), names)
 
@@ -529,7 +529,7 @@ PIECE = 1 << 20  # characters; a longer text file is taken in pieces, cut at a l
 
 
 def kind_of(path: Path) -> tuple[str, str]:
-    """(suffix, suffix of the compression or "")"""
+    """(suffix, suffix of the compression or ""), in lower case."""
     packed = path.suffix.lower() if path.suffix.lower() in (".gz", ".zst") else ""
     return Path(path.stem if packed else path.name).suffix.lower(), packed
 
@@ -996,7 +996,7 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
         documents = held_out_documents()
         rows = stack_rows(pack_rows(documents, row_len, 1000), n_rows, row_len)
         if len(rows) < n_rows:
-            raise UserError(f"the validation text fills {len(rows)} rows of {MAX_SEQ_LEN} tokens, {n_rows} are needed")
+            raise UserError(f"the validation text fills {len(rows)} rows of {MAX_SEQ_LEN} tokens, not {n_rows}. hint: more text")
         deque(documents, 0)  # the hashes of the rest
         write_atomic(CACHE / "val_rows.bin", rows.tobytes())
         write_atomic(CACHE / "val_keys.bin", keys.tobytes())
