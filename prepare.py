@@ -996,7 +996,7 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
         documents = held_out_documents()
         rows = stack_rows(pack_rows(documents, row_len, 1000), n_rows, row_len)
         if len(rows) < n_rows:
-            raise UserError(f"the validation text fills {len(rows)} rows of {MAX_SEQ_LEN} tokens, not {n_rows}. hint: more text")
+            raise UserError(f"validation fills {len(rows)} rows of {MAX_SEQ_LEN} tokens, not {n_rows}. hint: more text")
         deque(documents, 0)  # the hashes of the rest
         write_atomic(CACHE / "val_rows.bin", rows.tobytes())
         write_atomic(CACHE / "val_keys.bin", keys.tobytes())
