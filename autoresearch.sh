@@ -63,7 +63,7 @@ run() {
   mkdir -p "$run_dir" && rm -f "$run_dir/eval.jsonl" "$run_dir/timeout" || fail 2 "cannot write to $run_dir"
   run_dir=$(cd "$run_dir" && pwd)
   check_fixed 2
-  "$PY" prepare.py >run.log 2>&1 || fail 2 "prepare.py failed"
+  "$PY" prepare.py >run.log 2>&1 || fail $(($? == 130 ? 130 : 2)) "prepare.py failed: $(tail -n 1 run.log)"
   rm -f run.log
 
   export AUTORESEARCH_RUN_DIR=$run_dir AUTORESEARCH_RUN_ID="$(date +%s)-$$-$RANDOM" PYTHONUNBUFFERED=1
