@@ -44,6 +44,7 @@ CHECKS_LIMIT = 300  # seconds for autoresearch.checks.sh
 MIN_FREE_MB = 100
 METRICS = ("peak_memory_mb", "mfu_percent", "training_seconds", "total_seconds", "num_steps", "total_tokens_m",
            "num_params_m")
+UNMARKED = "logits repeat only to"  # a mark of prepare.py that names a limit of its check, no fault of the run
 REASONS = {1: "crash", 2: "refused", 3: "nan", 4: "oom", 5: "void", 124: "timeout", 130: "interrupted"}
 
 
@@ -159,7 +160,7 @@ def confidence(rows):
         return None
     middle = statistics.median(scores)
     spread = statistics.median(abs(s - middle) for s in scores)
-    gain = abs(best(rows)["metric"] - rows[0]["metric"])
+    gain = abs(best(rows)["metric"] - kept(rows)[0]["metric"])
     return round(gain / spread, 3) if spread and gain else None
 
 
@@ -220,7 +221,7 @@ def noise_floor(segment):
 
 def judge(score, reference, floor, lines=(0, 0), simpler=False):
     """(status, reason) by rule. `lines` is (added, removed); a gain must exceed the floor, never just equal it."""
-    gain = reference - score
+    gain = round(reference - score, 9)  # 1 - 0.998 is a little more than 0.002 in floating point
     if gain > floor:
         return "keep", "better"
     if simpler and lines[1] > lines[0] and gain >= -floor:
@@ -494,12 +495,14 @@ def read_outcome(folder, code, printed):
         score = round(float(record["val_bpb"]), 6)
         if not 0 < score < math.inf:
             raise ValueError(f"val_bpb {score} is not a positive number")
-        record.setdefault("budget", time_budget())
     except (OSError, ValueError, KeyError, TypeError) as error:
         return failed | {"reason": "void", "detail": f"no usable record: {error}"}
     found = re.findall(r"^METRIC (\w+)=(-?[0-9.]+)$", printed, re.M)
-    metrics = {name.lower(): float(value) for name, value in found}
-    return {"status": "scored", "reason": "", "detail": "", "score": score, "metrics": metrics, "record": record}
+    scored = {"score": score, "metrics": {name.lower(): float(value) for name, value in found}, "record": record}
+    marks = [mark for mark in (record.get("marks") or "").split("; ") if mark and not mark.startswith(UNMARKED)]
+    if marks:  # steps outside the clock, overlong training: no fair score, so it is never the incumbent
+        return scored | {"status": "discard", "reason": "marked", "detail": "; ".join(marks)}
+    return scored | {"status": "scored", "reason": "", "detail": ""}
 
 
 def measure_extra(kind, description, commit, **how):
@@ -530,20 +533,20 @@ def commit_candidate(run):
         run.close(f"refused-{run.data['id']}")
         raise Stop(f"{refusal}\nnothing was committed. hint: a pre-commit hook may want train.py changed") from None
     run.save(commit=git("rev-parse", "HEAD"))
-    diff = git("diff", run.data["parent"], run.data["commit"], "--", "train.py")
+    diff = git("diff-tree", "-p", run.data["parent"], run.data["commit"], "--", "train.py")
     (run.folder / "train.diff").write_text(diff + "\n", errors="replace")
 
 
 def settle(run):
     """Do what the row says: keep, or revert exactly this commit. Safe to repeat. The caller holds the lock."""
     row, branch = run.data["row"], run.data["branch"]
-    incumbent = (kept(current(read_log())) or [row])[-1]
+    incumbent = next(reversed(kept(current(read_log()))), None)  # None in a log that was deleted meanwhile
     if git_try("rev-parse", "-q", "--verify", branch) is None:
         say(f"{branch} is gone: nothing to revert")
     else:
         if row["status"] != "keep":
             revert(run, incumbent)
-        if len(open_folders("candidate")) == 1:  # ours; with runs side by side the last one does it
+        if incumbent and len(open_folders("candidate")) == 1:  # ours; with runs side by side the last one does it
             restore_incumbent(run, incumbent)
         sync_checkout(run)
     run.close(f"{row['run']}-{row['commit']}")
@@ -551,7 +554,7 @@ def settle(run):
 
 def revert(run, incumbent):
     commit, branch = run.data["commit"], run.data["branch"]
-    if git_try("merge-base", "--is-ancestor", commit, incumbent["commit_id"]) is not None:
+    if incumbent and git_try("merge-base", "--is-ancestor", commit, incumbent["commit_id"]) is not None:
         return say(f"the change {commit[:7]} stays: kept run {incumbent['run']} was measured with it")
     here, tip = make_tree(run.tree, branch), git("rev-parse", branch)
     if git_try("revert", "--no-commit", commit, at=here) is None:
@@ -631,17 +634,7 @@ def mend(run, detail="interrupted"):
 
 def recover():
     """Finish what a killed command left open; runs whose process lives are left alone. The caller holds the lock."""
-    folders = open_folders()
-    if not folders:
-        return
-    index = Path(ROOT / git("rev-parse", "--git-path", "index.lock"))
-    for _ in range(50):  # a git that outlived its command is about to commit
-        if not index.exists():
-            break
-        time.sleep(0.1)
-    else:
-        raise Stop(f"git is busy in this checkout. hint: if no git is running, remove {index}")
-    for folder in folders:
+    for folder in open_folders():
         if not (folder / "record.json").exists():  # killed before anything was done
             shutil.rmtree(folder)
             continue
@@ -650,7 +643,18 @@ def recover():
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
+            wait_for_git()
             mend(Run(folder))
+
+
+def wait_for_git():
+    """A git that outlived its killed command may be about to commit."""
+    index = ROOT / git("rev-parse", "--git-path", "index.lock")
+    for _ in range(50):
+        if not index.exists():
+            return
+        time.sleep(0.1)
+    raise Stop(f"git is busy in this checkout. hint: if no git is running, remove {index}")
 
 
 # ---- the commands ----
@@ -732,11 +736,11 @@ def decide(run, outcome, args):
                 raise Stop("the baseline was measured on other data or another device than the candidate")
         except Stop as stop:
             outcome |= {"status": "crash", "reason": "baseline", "score": 0, "metrics": {}, "detail": str(stop)[:300]}
-    numstat = git("diff", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
+    numstat = git("diff-tree", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
     added, removed = map(int, numstat.split()[:2])
     with lock():
         segment = current(read_log())
-        reference, floor = best(segment)["metric"], noise_floor(segment)
+        reference, floor = best(segment) and best(segment)["metric"], noise_floor(segment)
         ours = {"parent_metric": reference, "floor": floor[0], "floor_source": floor[1], "lines": [added, removed]}
         if outcome["status"] != "scored":
             return finish(run, outcome, outcome["status"], outcome["reason"], **ours)
@@ -750,7 +754,7 @@ def decide(run, outcome, args):
     pairs, seed = [], record.get("seed") or 1337
     for extra in range(1, CONFIRM_PAIRS + 1):
         sides = [measure_probe(commit, seed + extra, args.gpu) for commit in (run.data["commit"], incumbent)]
-        pairs.append([outcome["score"] for outcome in sides])
+        pairs.append([outcome["score"] * (outcome["status"] == "scored") for outcome in sides])
     with lock():
         if all(map(all, pairs)):
             status, reason = confirmed(pairs, floor[0])
@@ -797,7 +801,7 @@ def noise_command(args):
         for check in (check_python, check_disk, check_git, check_fixed):
             check()
     segment = current(read_log())
-    if not segment:
+    if not kept(segment):
         raise Stop("nothing to measure yet. hint: uv run experiment.py run baseline")
     if args.repeats < 2:
         raise Stop(f"--repeats {args.repeats}: a standard deviation needs 2 or more")
@@ -837,7 +841,7 @@ def summary(rows):
     segment, top = current(rows), best(current(rows))
     if not top:
         return ["no scored run yet. hint: uv run experiment.py run baseline"]
-    first, floor = segment[0]["metric"], noise_floor(segment)
+    first, floor = kept(segment)[0]["metric"], noise_floor(segment)
     gain = first - top["metric"]
     lines = [
         f"best     {top['metric']:.6f} (run {top['run']}, {top['commit']}): {short(top['description'])}",
@@ -858,8 +862,9 @@ def summary(rows):
 def status_command(args):
     rows = look()
     print(*summary(rows), *map(one_line, rows[-5:]), sep="\n")
-    for folder in open_folders():
-        print(f"under way: {short(Run(folder).data['description'])!r}")
+    with lock():
+        for folder in open_folders():
+            print(f"under way: {short(Run(folder).data['description'])!r}")
 
 
 def resume_command(args):
@@ -973,7 +978,7 @@ def draw(segment, floor, path):
         room = max(high - low, 4 * floor)
         axes.set_ylim(low - 0.15 * room, high + 0.45 * room)
         axes.axhspan(low - floor, low + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
-        other = [(row["run"], min(row["metric"], high + 0.43 * room)) for row in segment
+        other = [(row["run"], max(low - 0.13 * room, min(row["metric"], high + 0.43 * room))) for row in segment
                  if row["status"] != "keep" and row["metric"]]
         failed = [row["run"] for row in segment if not row["metric"]]
         axes.scatter(*zip(*other, strict=True) if other else ([], []), s=14, color="#9a9a9a", label="not kept")
@@ -1160,7 +1165,7 @@ function chart() {
   const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor);
   const top = high + 0.4 * room, bottom = low - 0.2 * room, first = segment[0].run, left = 58;
   const x = (run) => left + 8 + (run - first) / Math.max(1, last.run - first) * (width - left - 24);
-  const y = (m) => 14 + (top - Math.min(m, top)) / (top - bottom) * (height - 44);
+  const y = (m) => 14 + (top - Math.max(bottom, Math.min(m, top))) / (top - bottom) * (height - 44);
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const m = bottom + (top - bottom) * part, run = Math.round(first + part * (last.run - first));
     element(svg, "line", { class: "axis", x1: left, x2: width, y1: y(m), y2: y(m) });
