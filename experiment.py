@@ -15,6 +15,7 @@ row), 3 the baseline itself fails (train.py is as before, no row), 130 interrupt
 import argparse
 import ast
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -42,6 +43,7 @@ FLOOR_GUESS = 0.002  # bits per byte; what `run` takes for noise until `noise` h
 CONFIRM_PAIRS = 2  # candidate and incumbent runs that --confirm adds, each pair on its own seed
 CHECKS_LIMIT = 300  # seconds for autoresearch.checks.sh
 MIN_FREE_MB = 100
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 METRICS = ("peak_memory_mb", "mfu_percent", "training_seconds", "total_seconds", "num_steps", "total_tokens_m",
            "num_params_m")
 UNMARKED = "logits repeat only to"  # a mark of prepare.py that names a limit of its check, no fault of the run
@@ -86,25 +88,29 @@ def git_try(*args, at=ROOT):
         return git(*args, at=at)
 
 
+def try_lock(file):
+    """Whether we hold the file's lock now; it is given up when the file is closed or the process ends."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 @contextlib.contextmanager
-def lock(name="lock"):
+def lock():
     """One process at a time, and Ctrl-C waits until the end: what is inside is done whole or not at all."""
     STATE.mkdir(exist_ok=True)
-    with open(STATE / name, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if name != "lock":
-                say("waiting for the baseline that another run is making")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with open(STATE / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         waiting = []
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if name == "lock" else ()
-        before = {s: signal.signal(s, lambda *_: waiting.append(1)) for s in signals}
+        ours = [number for number in SIGNALS if signal.getsignal(number) is signal.default_int_handler]
+        for number in ours:
+            signal.signal(number, lambda *_: waiting.append(1))
         try:
             yield
         finally:
-            for s, handler in before.items():
-                signal.signal(s, handler)
+            for number in ours:
+                signal.signal(number, signal.default_int_handler)
         if waiting:
             raise KeyboardInterrupt
 
@@ -171,34 +177,34 @@ def append(row, new_segment=False):
     segment = rows[-1]["segment"] + new_segment if rows else 0
     row |= {"run": len(rows) + 1, "segment": segment}
     row["confidence"] = confidence([r for r in rows if r["segment"] == segment] + [row])
-    lines = [row]
-    if new_segment:
-        lines.insert(0, {"type": "config", "name": ROOT.name, "metricName": "val_bpb", "metricUnit": "bpb"})
-        lines[0]["bestDirection"] = "lower"
-    data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
-    file = os.open(LOG, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(file).st_size
-        tail = os.pread(file, size, 0).rpartition(b"\n")[2]
+    config = {"type": "config", "name": ROOT.name, "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in ([config, row] if new_segment else [row]))
+    with open(LOG, "ab+", buffering=0) as file:
+        end_last_line(file)
+        size = file.seek(0, os.SEEK_END)
         try:
-            if tail:  # a whole line that only lacks its end
-                strict_json(tail)
-                data = b"\n" + data
-        except ValueError:  # half a line, left by a power cut: it goes aside, strict readers would stop at it
-            with open(STATE / "torn.txt", "ab") as torn:
-                torn.write(tail + b"\n")
-            size -= len(tail)
-            os.ftruncate(file, size)
-        try:
-            while data:
-                data = data[os.write(file, data) :]
-            os.fsync(file)
+            if file.write(text.encode()) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
         except OSError:
-            os.ftruncate(file, size)  # the open record still has the row: the next command writes it
+            file.truncate(size)  # half a line would stop strict readers; the next command logs the run as interrupted
             raise
-    finally:
-        os.close(file)
     return row
+
+
+def end_last_line(file):
+    """Half a line, left by a power cut, goes aside; a whole one that only lacks its end, left by an editor, gets it."""
+    file.seek(0)
+    text = file.read()
+    tail = text.rpartition(b"\n")[2]
+    try:
+        if tail:
+            strict_json(tail)
+            file.write(b"\n")
+    except ValueError:
+        with open(STATE / "torn.txt", "ab") as torn:
+            torn.write(tail + b"\n")
+        file.truncate(len(text) - len(tail))
 
 
 # ---- the verdict ----
@@ -320,10 +326,18 @@ def check_edits():
                 if (ROOT / path).exists() and git_try("ls-files", "--error-unmatch", path) is None:
                     raise Stop(f"train.py imports {path}, which is not committed, so no run can see it. "
                                "hint: put the code into train.py")
-    return f"train.py {'changed' if train_changed() else 'as at HEAD'}"
+    return "nothing but train.py differs from HEAD"
 
 
-CHECKS = (check_python, check_disk, check_git, check_fixed, check_edits)
+def check_idea():
+    if train_changed():
+        return "train.py changed"
+    if present_baseline():
+        raise Stop("train.py did not change since HEAD, except in comments or whitespace. hint: edit it first")
+    return "the next run makes the baseline"
+
+
+CHECKS = (check_python, check_disk, check_git, check_fixed, check_edits, check_idea)
 
 
 def train_changed():
@@ -359,7 +373,7 @@ class Run:
         folder = STATE / "runs" / f"open-{kind}-{name}"
         folder.mkdir(parents=True)
         owner = open(folder / "lock", "w")  # noqa: SIM115  held until this process ends
-        fcntl.flock(owner, fcntl.LOCK_EX)
+        try_lock(owner)
         (folder / "reserve").write_bytes(bytes(2**20))  # given back for the row and the revert, should the disk be full
         data = {"id": name, "kind": kind, "description": description, "asi": asi or {}, "commit": commit}
         data |= {"parent": git("rev-parse", "HEAD"), "branch": git("symbolic-ref", "HEAD")}
@@ -481,22 +495,24 @@ def measure(run, commit, seed=None, gpu=None):
     return outcome
 
 
+def failure(reason, detail):
+    """The outcome of a run without a score; numbers of a failure are 0."""
+    return {"status": "crash", "reason": reason, "detail": detail, "score": 0, "metrics": {}, "record": {}, "seconds": 0}
+
+
 def read_outcome(folder, code, printed):
     """Status, reason, score, metrics and record of a run that ended with this exit code of autoresearch.sh."""
-    failed = {"status": "crash", "reason": REASONS.get(code, "crash"), "score": 0, "metrics": {}, "record": {}}
     said = [line[14:] for line in (folder / "harness.log").read_text(errors="replace").splitlines()
-            if line.startswith("autoresearch: ")]
-    until = next((i for i, line in enumerate(said) if line.startswith("last 50 lines")), len(said))
-    detail = said[until - 1][:300] if until else ""
+            if line.startswith("autoresearch: ") and "last 50 lines" not in line]
     if code:
-        return failed | {"detail": detail or f"autoresearch.sh ended with {code}"}
+        return failure(REASONS.get(code, "crash"), said[-1][:300] if said else f"autoresearch.sh ended with {code}")
     try:
         record = strict_json((folder / "eval.jsonl").read_text())
         score = round(float(record["val_bpb"]), 6)
         if not 0 < score < math.inf:
             raise ValueError(f"val_bpb {score} is not a positive number")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return failed | {"reason": "void", "detail": f"no usable record: {error}"}
+        return failure("void", f"no usable record: {error}")
     found = re.findall(r"^METRIC (\w+)=(-?[0-9.]+)$", printed, re.M)
     scored = {"score": score, "metrics": {name.lower(): float(value) for name, value in found}, "record": record}
     marks = [mark for mark in (record.get("marks") or "").split("; ") if mark and not mark.startswith(UNMARKED)]
@@ -626,8 +642,7 @@ def mend(run, detail="interrupted"):
         run.save(row=row)
         settle(run)
     else:
-        outcome = {"score": 0, "metrics": {}, "record": {}, "detail": detail, "seconds": 0}
-        row = finish(run, outcome, "crash", "interrupted")
+        row = finish(run, failure("interrupted", detail), "crash", "interrupted")
         say(f"run {row['run']} ({short(row['description'])!r}) is logged as crash: {detail}. "
             f"hint: 'git checkout {row['commit']} -- train.py' brings its code back")
 
@@ -639,12 +654,9 @@ def recover():
             shutil.rmtree(folder)
             continue
         with open(folder / "lock", "w") as owner:
-            try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            wait_for_git()
-            mend(Run(folder))
+            if try_lock(owner):
+                wait_for_git()
+                mend(Run(folder))
 
 
 def wait_for_git():
@@ -673,15 +685,9 @@ def run_command(args):
         for check in CHECKS:
             check()
         changed, before, head = train_changed(), TRAIN.read_bytes(), git("rev-parse", "HEAD")
-
-    def same_budget(first):
-        return key(first)[1] == time_budget()
-
-    row = baseline(args, "baseline" if changed else description, head, same_budget)
-    if not changed and not row:
-        raise Stop("train.py did not change since HEAD, except in comments or whitespace. hint: edit it first")
+    first = baseline(args, "baseline" if changed else description, head)
     if not changed:
-        return report_row(row)
+        return report_row(first)
     run = None
     try:
         with lock():
@@ -698,21 +704,26 @@ def run_command(args):
         raise
 
 
-def baseline(args, description, commit, fits):
-    """Open a segment with a successful run of this commit; None when the present one fits. Raises Stop, code 3.
+def present_baseline(record=None):
+    """The first row of the log's last segment, if the record's score, or one of the present budget, may follow it."""
+    segment = current(read_log())
+    fits = best(segment) and (key(segment[0]) == key(record) if record else key(segment[0])[1] == time_budget())
+    return segment[0] if fits else None
+
+
+def baseline(args, description, commit, record=None):
+    """The row that the segment begins with; where none is present, this commit is run for it. Raises Stop, code 3.
 
     A failed baseline gets no row: a segment begins with a score, or nothing after it could be judged.
     """
-
-    def present():
-        segment = current(read_log())
-        return best(segment) and fits(segment[0])
-
-    if present():
-        return None
-    with lock("baseline.lock"):
-        if present():  # a run side by side made it meanwhile
-            return None
+    if first := present_baseline(record):
+        return first
+    with open(STATE / "baseline.lock", "w") as file:
+        if not try_lock(file):
+            say("waiting for the baseline that another run is making")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if first := present_baseline(record):
+            return first
         run, outcome = measure_extra("baseline", description, commit, gpu=args.gpu)
         with lock():
             if outcome["status"] == "scored":
@@ -727,38 +738,42 @@ def baseline(args, description, commit, fits):
 
 def decide(run, outcome, args):
     """The verdict by rule; returns the row, appended and acted upon."""
-    record, segment = outcome["record"], current(read_log())
-    if outcome["status"] == "scored" and not (segment and key(record) == key(segment[0])):
+    record, lines = outcome["record"], changed_lines(run)
+    if outcome["status"] == "scored" and not present_baseline(record):
         say("data, budget or device are not those of the log's last segment: a new segment needs its own baseline")
         try:
-            baseline(args, "baseline", run.data["parent"], lambda first: key(first) == key(record))
-            if key(record) != key(current(read_log())[0]):
+            baseline(args, "baseline", run.data["parent"], record)
+            if not present_baseline(record):
                 raise Stop("the baseline was measured on other data or another device than the candidate")
         except Stop as stop:
-            outcome |= {"status": "crash", "reason": "baseline", "score": 0, "metrics": {}, "detail": str(stop)[:300]}
-    numstat = git("diff-tree", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
-    added, removed = map(int, numstat.split()[:2])
+            outcome = failure("baseline", str(stop)[:300]) | {"record": record, "seconds": outcome["seconds"]}
     with lock():
         segment = current(read_log())
-        reference, floor = best(segment) and best(segment)["metric"], noise_floor(segment)
-        ours = {"parent_metric": reference, "floor": floor[0], "floor_source": floor[1], "lines": [added, removed]}
+        top, (floor, source) = best(segment), noise_floor(segment)
+        ours = {"parent_metric": top and top["metric"], "floor": floor, "floor_source": source, "lines": lines}
         if outcome["status"] != "scored":
             return finish(run, outcome, outcome["status"], outcome["reason"], **ours)
-        memory, usual = (o["metrics"].get("peak_memory_mb", 0) for o in (outcome, best(segment)))
+        memory, usual = (o["metrics"].get("peak_memory_mb", 0) for o in (outcome, top))
         if usual and memory > args.budget * usual:
             say(f"warning: peak memory {memory:.0f} MB is {memory / usual:.2f} times the best run's {usual:.0f} MB")
-        status, reason = judge(outcome["score"], reference, floor[0], (added, removed), args.simpler)
+        status, reason = judge(outcome["score"], top["metric"], floor, lines, args.simpler)
         if reason != "within noise" or not args.confirm:
             return finish(run, outcome, status, reason, **ours)
         incumbent = kept(segment)[-1]["commit_id"]
     pairs, seed = [], record.get("seed") or 1337
     for extra in range(1, CONFIRM_PAIRS + 1):
         sides = [measure_probe(commit, seed + extra, args.gpu) for commit in (run.data["commit"], incumbent)]
-        pairs.append([outcome["score"] * (outcome["status"] == "scored") for outcome in sides])
+        pairs.append([side["score"] * (side["status"] == "scored") for side in sides])
     with lock():
         if all(map(all, pairs)):
-            status, reason = confirmed(pairs, floor[0])
+            status, reason = confirmed(pairs, floor)
         return finish(run, outcome, status, reason, **ours, confirm=pairs)
+
+
+def changed_lines(run):
+    """[added, removed]"""
+    numstat = git("diff-tree", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
+    return [int(number) for number in numstat.split()[:2]]
 
 
 def measure_probe(commit, seed, gpu=None):
@@ -896,7 +911,7 @@ def check_command(args):
     failed = 0
     with contextlib.suppress(Stop):
         look()
-    for check in (*CHECKS, check_idea):
+    for check in CHECKS:
         try:
             print(f"ok    {check.__name__[6:]}: {check()}")
         except Stop as stop:
@@ -907,13 +922,6 @@ def check_command(args):
     cache = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
     print(f"ok    data: {cache} {'is there' if cache.exists() else 'is made by the first run'}")
     return failed
-
-
-def check_idea():
-    segment = current(read_log())
-    if best(segment) and key(segment[0])[1] == time_budget() and not train_changed():
-        raise Stop("train.py is as at HEAD. hint: edit it, then run")
-    return "train.py changed" if train_changed() else "the next run makes the baseline"
 
 
 # ---- the report ----
@@ -1242,11 +1250,9 @@ def main():
     report.add_argument("--watch", action="store_true", help="rewrite after every run; the page reloads itself")
     args = parser.parse_args()
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         return globals()[f"{args.command}_command"](args)
     except Stop as stop:

@@ -553,6 +553,19 @@ def test_ctrl_c_is_logged_and_reverted_at_once(based, tmp_path, number):
     assert not alive(based)
 
 
+def test_nohup_goes_on_when_its_terminal_hangs_up(based, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; a child inherits it
+    try:
+        process = held(based, 0.9, tmp_path / "gate")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.2)
+    (tmp_path / "gate").touch()
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and based.score_at_head() == 0.9
+
+
 def test_ctrl_c_during_the_commit_waits_for_its_end(based, tmp_path):
     hook = based.root / ".git/hooks/pre-commit"
     hook.parent.mkdir(exist_ok=True)
