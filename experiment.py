@@ -386,10 +386,23 @@ class Run:
         self.data |= changes
         write_synced(self.folder / "record.json", self.data)
 
+    def checkout(self, commit):
+        """A clean detached worktree; returns the folder in it that corresponds to ours."""
+        self.clear()
+        git("worktree", "add", "--quiet", "--detach", str(self.tree), commit)
+        return self.tree / git("rev-parse", "--show-prefix")
+
+    def clear(self):
+        """Remove the worktree, but for the run's log."""
+        log = self.tree / git("rev-parse", "--show-prefix") / "run.log"
+        if log.exists():
+            log.replace(self.folder / "run.log")
+        shutil.rmtree(self.tree, ignore_errors=True)
+        git("worktree", "prune")
+
     def close(self, name):
-        """Remove the worktree, keep the folder under its final name."""
-        keep_run_log(self)
-        remove_tree(self.tree)
+        """Keep the folder under its final name."""
+        self.clear()
         for spare in ("lock", "reserve"):
             (self.folder / spare).unlink(missing_ok=True)
         target = self.folder.with_name(name)
@@ -413,24 +426,6 @@ def open_folders(kind="*"):
 
 
 # ---- one measurement in its own worktree ----
-
-
-def make_tree(tree, commit):
-    """A clean detached checkout of the commit; returns the folder in it that corresponds to ours."""
-    remove_tree(tree)
-    git("worktree", "add", "--quiet", "--detach", str(tree), commit)
-    return tree / git("rev-parse", "--show-prefix")
-
-
-def remove_tree(tree):
-    shutil.rmtree(tree, ignore_errors=True)
-    git("worktree", "prune")
-
-
-def keep_run_log(run):
-    log = run.tree / git("rev-parse", "--show-prefix") / "run.log"
-    if log.exists():
-        log.replace(run.folder / "run.log")
 
 
 def start_time(pid):
@@ -471,7 +466,7 @@ def call(run, command, here, env, log, limit=None):
 
 def measure(run, commit, seed=None, gpu=None):
     """Run the commit's train.py through autoresearch.sh and return what came of it, after the record it left."""
-    here = make_tree(run.tree, commit)
+    here = run.checkout(commit)
     git("checkout", "--quiet", SESSION, "--", *[f for f in FIXED if (ROOT / f).exists()], at=here)
     env = {**os.environ, "AUTORESEARCH_PYTHON": sys.executable, "AUTORESEARCH_RUN_DIR": str(run.folder)}
     for name in ("AUTORESEARCH_CACHE", "AUTORESEARCH_DATA"):
@@ -485,7 +480,6 @@ def measure(run, commit, seed=None, gpu=None):
     begin = time.monotonic()
     code, printed = call(run, ["bash", "autoresearch.sh"], here, env, "harness.log")
     outcome = read_outcome(run.folder, code, printed) | {"seconds": round(time.monotonic() - begin, 1)}
-    keep_run_log(run)
     checks = next((c for c in (here / "autoresearch.checks.sh", ROOT / "autoresearch.checks.sh") if c.exists()), None)
     if checks and outcome["status"] == "scored":
         code, _ = call(run, ["bash", "-c", 'bash "$0" >&2', str(checks)], here, env, "checks.log", CHECKS_LIMIT)
@@ -521,8 +515,9 @@ def read_outcome(folder, code, printed):
     return scored | {"status": "scored", "reason": "", "detail": ""}
 
 
-def measure_extra(kind, description, commit, **how):
-    """A run that is not a candidate: nothing to revert, so its folder is closed here. Returns (run, outcome)."""
+@contextlib.contextmanager
+def extra_run(kind, description, commit, **how):
+    """Measures a commit that is no candidate, and yields (run, outcome) under the lock. There is nothing to revert."""
     with lock():
         run = Run.open(kind, description, commit)
     try:
@@ -531,7 +526,8 @@ def measure_extra(kind, description, commit, **how):
         with lock():
             mend(run)
         raise
-    return run, outcome
+    with lock():
+        yield run, outcome
 
 
 # ---- keep or revert ----
@@ -553,12 +549,11 @@ def commit_candidate(run):
     (run.folder / "train.diff").write_text(diff + "\n", errors="replace")
 
 
-def settle(run):
+def settle(run, row):
     """Do what the row says: keep, or revert exactly this commit. Safe to repeat. The caller holds the lock."""
-    row, branch = run.data["row"], run.data["branch"]
     incumbent = next(reversed(kept(current(read_log()))), None)  # None in a log that was deleted meanwhile
-    if git_try("rev-parse", "-q", "--verify", branch) is None:
-        say(f"{branch} is gone: nothing to revert")
+    if git_try("rev-parse", "-q", "--verify", run.data["branch"]) is None:
+        say(f"{run.data['branch']} is gone: nothing to revert")
     else:
         if row["status"] != "keep":
             revert(run, incumbent)
@@ -568,16 +563,17 @@ def settle(run):
     run.close(f"{row['run']}-{row['commit']}")
 
 
+def is_ancestor(old, new):
+    return git_try("merge-base", "--is-ancestor", old, new) is not None
+
+
 def revert(run, incumbent):
-    commit, branch = run.data["commit"], run.data["branch"]
-    if incumbent and git_try("merge-base", "--is-ancestor", commit, incumbent["commit_id"]) is not None:
+    commit = run.data["commit"]
+    if incumbent and is_ancestor(commit, incumbent["commit_id"]):
         return say(f"the change {commit[:7]} stays: kept run {incumbent['run']} was measured with it")
-    here, tip = make_tree(run.tree, branch), git("rev-parse", branch)
-    if git_try("revert", "--no-commit", commit, at=here) is None:
-        return say(f"{commit[:7]} can't be reverted: its lines were changed since. hint: git revert {commit[:7]}")
-    if git_try("diff", "--cached", "--quiet", "HEAD", at=here) is None:  # else it is reverted already
-        subject = git("log", "-1", "--format=%s", commit)
-        commit_in(run, here, tip, f'Revert "{subject}"\n\nThis reverts commit {commit}.')
+    message = f'Revert "{git("log", "-1", "--format=%s", commit)}"\n\nThis reverts commit {commit}.'
+    if not commit_on_branch(run, message, "revert", "--no-commit", commit):
+        say(f"{commit[:7]} can't be reverted: its lines were changed since. hint: git revert {commit[:7]}")
 
 
 def restore_incumbent(run, incumbent):
@@ -587,29 +583,31 @@ def restore_incumbent(run, incumbent):
     A commit that a person made since then ends the rule: nothing of theirs is taken back.
     """
     good, branch = incumbent["commit_id"], run.data["branch"]
-    if git_try("merge-base", "--is-ancestor", good, branch) is None:
+    if not is_ancestor(good, branch) or git("rev-parse", f"{good}:./train.py") == git("rev-parse", f"{branch}:./train.py"):
         return
     since = git("log", "--format=%B%x00", f"{good}..{branch}", "--", "train.py").split("\0")
-    if any(message.strip() and TRAILER not in message for message in since):
-        return
-    if git("rev-parse", f"{good}:./train.py") == git("rev-parse", f"{branch}:./train.py"):
-        return
-    here, tip = make_tree(run.tree, branch), git("rev-parse", branch)
-    git("checkout", "--quiet", good, "--", "train.py", at=here)
-    commit_in(run, here, tip, f"Restore train.py of kept run {incumbent['run']}")
+    if all(TRAILER in message for message in since if message.strip()):
+        message = f"Restore train.py of kept run {incumbent['run']}"
+        commit_on_branch(run, message, "checkout", "--quiet", good, "--", "train.py")
 
 
-def commit_in(run, here, tip, message):
-    """Commit what is staged in the run's worktree and move the branch there, without touching the user's files."""
-    git("commit", "--quiet", "--file=-", at=here, text=f"{message}\n\n{TRAILER}{run.data['id']}\n")
-    if run.data.get("blob") is None:
-        run.save(blob=git("rev-parse", f"{tip}:./train.py"))
-    git("update-ref", run.data["branch"], git("rev-parse", "HEAD", at=here), tip)
+def commit_on_branch(run, message, *change):
+    """Commit what a git command stages, without touching the user's files; False when git refuses the change."""
+    branch, tip = run.data["branch"], git("rev-parse", run.data["branch"])
+    here = run.checkout(tip)
+    if git_try(*change, at=here) is None:
+        return False
+    if git_try("diff", "--cached", "--quiet", "HEAD", at=here) is None:  # else it was done before
+        git("commit", "--quiet", "--file=-", at=here, text=f"{message}\n\n{TRAILER}{run.data['id']}\n")
+        if "blob" not in run.data:
+            run.save(blob=git("rev-parse", f"{tip}:./train.py"))
+        git("update-ref", branch, git("rev-parse", "HEAD", at=here), tip)
+    return True
 
 
 def sync_checkout(run):
     """After the branch moved: bring train.py along if the user has not edited it since, else leave it alone."""
-    if run.data.get("blob") is None or git_try("symbolic-ref", "-q", "HEAD") != run.data["branch"]:
+    if "blob" not in run.data or git_try("symbolic-ref", "-q", "HEAD") != run.data["branch"]:
         return
     now = git_try("hash-object", "train.py")
     if now == run.data["blob"]:
@@ -622,9 +620,9 @@ def sync_checkout(run):
 def finish(run, outcome, status, reason, **ours):
     """Row first, git second. The caller holds the lock."""
     (run.folder / "reserve").unlink(missing_ok=True)
-    run.save(row=append(make_row(run, outcome, status, reason, **ours)))
-    settle(run)
-    return run.data["row"]
+    row = append(make_row(run, outcome, status, reason, **ours))
+    settle(run, row)
+    return row
 
 
 def mend(run, detail="interrupted"):
@@ -639,8 +637,7 @@ def mend(run, detail="interrupted"):
     if data["kind"] != "candidate" or not data["commit"]:  # nothing to undo: the user's edit is still in train.py
         run.close(f"{row['run']}-{row['commit']}" if row else f"interrupted-{data['id']}")
     elif row:
-        run.save(row=row)
-        settle(run)
+        settle(run, row)
     else:
         row = finish(run, failure("interrupted", detail), "crash", "interrupted")
         say(f"run {row['run']} ({short(row['description'])!r}) is logged as crash: {detail}. "
@@ -724,8 +721,7 @@ def baseline(args, description, commit, record=None):
             fcntl.flock(file, fcntl.LOCK_EX)
         if first := present_baseline(record):
             return first
-        run, outcome = measure_extra("baseline", description, commit, gpu=args.gpu)
-        with lock():
+        with extra_run("baseline", description, commit, gpu=args.gpu) as (run, outcome):
             if outcome["status"] == "scored":
                 row = append(make_row(run, outcome, "keep", "baseline", parent_metric=None), new_segment=True)
                 run.close(f"{row['run']}-{row['commit']}")
@@ -778,21 +774,17 @@ def changed_lines(run):
 
 def measure_probe(commit, seed, gpu=None):
     """One more run of a commit on another seed, for a mean; it has a folder, and no row of its own."""
-    run, outcome = measure_extra("probe", f"{commit[:7]} on seed {seed}", commit, seed=seed, gpu=gpu)
-    with lock():
+    with extra_run("probe", f"{commit[:7]} on seed {seed}", commit, seed=seed, gpu=gpu) as (run, outcome):
         run.close(f"seed-{seed}-{commit[:7]}-{run.data['id']}")
     return outcome
 
 
 def report_row(row):
     """Print the verdict with its numbers; returns the exit code."""
-    print(f"run {row['run']} {row['status']} ({row['reason']}) {row['commit']} {short(row['description'])}")
+    print("run", one_line(row).strip())
     if row["metric"] and row.get("parent_metric"):
-        change = row["metric"] - row["parent_metric"]
-        print(f"val_bpb {row['metric']:.6f}, best before {row['parent_metric']:.6f}, change {change:+.6f}, "
-              f"noise floor {row['floor']:.6f} ({row['floor_source']})")
-    elif row["metric"]:
-        print(f"val_bpb {row['metric']:.6f}")
+        print(f"val_bpb {row['metric']:.6f}, best before {row['parent_metric']:.6f}, change "
+              f"{row['metric'] - row['parent_metric']:+.6f}, noise floor {row['floor']:.6f} ({row['floor_source']})")
     for name in ("detail", "confirm", "marks"):
         if row.get(name):
             print(f"{name}: {row[name]}")

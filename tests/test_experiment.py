@@ -622,10 +622,11 @@ step = os.environ["STEPS"].split()
 for name in step:
     setattr(experiment, name, counted(name, getattr(experiment, name)))
 experiment.Run.close = counted("close", experiment.Run.close)
+experiment.Run.clear = counted("clear", experiment.Run.clear)
 pathlib.Path.rename = counted("rename", pathlib.Path.rename)
 sys.exit(experiment.main())
 '''
-STEPS = "git write_synced commit_candidate call read_outcome append settle commit_in sync_checkout remove_tree"
+STEPS = "git write_synced commit_candidate call read_outcome append settle commit_on_branch sync_checkout"
 
 
 @pytest.mark.slow
