@@ -1005,10 +1005,9 @@ def draw(segment, floor, path):
 
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>autoresearch</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>autoresearch</title>
 <style>
 :root { color-scheme: light dark; --bg: #fbfbfa; --ink: #1d1f21; --dim: #6a6f75; --line: #dddfe2; --soft: #f1f2f3;
   --keep: #117a4b; --discard: #858b92; --crash: #bf3d0a; --checks_failed: #94690a; }
@@ -1017,46 +1016,39 @@ PAGE = """<!doctype html>
 body { margin: 0 auto; padding: 16px; max-width: 1080px; background: var(--bg); color: var(--ink);
   font: 15px/1.45 system-ui, sans-serif; }
 h1 { font-size: 20px; margin: 0 0 8px; } pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
-.summary { white-space: pre-wrap; color: var(--dim); margin-bottom: 12px; font: 13px/1.5 ui-monospace, monospace; }
-svg { display: block; width: 100%; }
+.dim { color: var(--dim); white-space: pre-wrap; overflow-wrap: anywhere; }
+.summary { font: 13px/1.5 ui-monospace, monospace; }
+.keep { --c: var(--keep); } .discard { --c: var(--discard); } .crash { --c: var(--crash); }
+.checks_failed { --c: var(--checks_failed); }
+svg { display: block; width: 100%; margin-top: 12px; } svg .axis { stroke: var(--line); }
 svg text { fill: var(--dim); font-size: 11px; stroke: var(--bg); stroke-width: 3px; paint-order: stroke; }
-svg .axis { stroke: var(--line); } .step { fill: none; stroke: var(--keep); stroke-width: 1.5; }
-.band { fill: var(--keep); opacity: .13; } .curve { fill: none; stroke: var(--ink); stroke-width: 1.2; }
-circle, .x { cursor: pointer; } .keep { --c: var(--keep); } .discard { --c: var(--discard); }
-.crash { --c: var(--crash); } .checks_failed { --c: var(--checks_failed); } circle { fill: var(--c); }
-.x { stroke: var(--c); stroke-width: 2; }
-#tip { position: absolute; pointer-events: none; max-width: 260px; padding: 6px 9px; border: 1px solid var(--line);
-  border-radius: 6px; background: var(--bg); font-size: 13px; white-space: pre-line; }
-.bar { display: flex; gap: 8px; margin: 12px 0; flex-wrap: wrap; align-items: center; }
+.step, .curve { fill: none; stroke: var(--keep); stroke-width: 1.5; } .band { fill: var(--keep); opacity: .13; }
+circle, .x { cursor: pointer; fill: var(--c); } .x { stroke: var(--c); stroke-width: 2; }
+.bar { display: flex; gap: 8px; margin: 12px 0; align-items: center; }
 select, input { font: inherit; color: inherit; background: var(--soft); border: 1px solid var(--line);
   border-radius: 6px; padding: 5px 8px; min-width: 0; } input { flex: 1; }
-table { width: 100%; border-collapse: collapse; } td, th { padding: 5px 8px; border-bottom: 1px solid var(--line);
-  text-align: left; vertical-align: top; } th { white-space: nowrap; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
-th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; }
+table { width: 100%; border-collapse: collapse; }
+td, th { padding: 5px 8px; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; white-space: nowrap; }
 th button:focus-visible { outline: auto; }
-tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); }
-.text { overflow-wrap: anywhere; width: 100%; }
-.status { color: var(--c); font-weight: 600; white-space: nowrap; }
-.detail > td { background: var(--soft); }
-.detail div { display: grid; gap: 10px; min-width: 0; grid-template-columns: minmax(0, 1fr); }
+[aria-sort=descending] button::after { content: " \\2193"; } [aria-sort=ascending] button::after { content: " \\2191"; }
+.n { text-align: right; font-variant-numeric: tabular-nums; } .text { overflow-wrap: anywhere; width: 100%; }
+td.status { color: var(--c); font-weight: 600; white-space: nowrap; }
+tr.run { cursor: pointer; } tr.run:hover, tr.open, .detail { background: var(--soft); }
+.detail div { display: grid; gap: 10px; grid-template-columns: minmax(0, 1fr); }
 .add { color: var(--keep); } .del { color: var(--crash); }
-.dim { color: var(--dim); white-space: pre-wrap; overflow-wrap: anywhere; }
-@media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; font-size: 13px; }
-  body { padding: 12px; } }
+@media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; font-size: 13px; } body { padding: 12px; } }
 </style></head><body>
-<h1></h1><div class="summary"></div>
-<svg id="chart" role="img" aria-label="val_bpb of each run"></svg><div id="tip" hidden></div>
+<h1></h1><div class="summary dim"></div><svg id="chart" role="img" aria-label="val_bpb of each run"></svg>
 <div class="bar"><select aria-label="status"><option value="">all</option><option>keep</option><option>discard</option>
 <option>crash</option><option>checks_failed</option></select>
-<input type="search" placeholder="filter by text" aria-label="text">
-<span id="count" class="dim"></span></div>
+<input type="search" placeholder="filter by text" aria-label="text"><span id="count" class="dim"></span></div>
 <table><thead><tr></tr></thead><tbody></tbody></table>
 <script id="data" type="application/json">/*data*/</script>
 <script>
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
 const $ = (selector) => document.querySelector(selector);
+const data = JSON.parse($("#data").textContent), runs = data.runs;
 const state = { sort: "run", down: true, status: "", text: "", open: [] };
 Object.assign(state, history.state); // what is open, sorted and filtered outlives the page's own reload
 const save = () => history.replaceState(state, "");
@@ -1066,43 +1058,39 @@ function element(parent, tag, attributes = {}, text = "") {
   const svg = parent instanceof SVGElement || tag === "svg";
   const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const name in attributes) node.setAttribute(name, attributes[name]);
-  if (text) node.textContent = text;
+  node.textContent = text;
   return parent.appendChild(node);
 }
-const score = (run) => run.metric ? run.metric.toFixed(6) : "";
-const change = (run) => run.metric && run.parent_metric ? run.metric - run.parent_metric : NaN;
-const signed = (x) => Number.isNaN(x) ? "" : (x > 0 ? "+" : "") + x.toFixed(6);
+const score = (r) => r.metric ? r.metric.toFixed(6) : "";
+const change = (r) => r.metric && r.parent_metric ? r.metric - r.parent_metric : NaN;
+const signed = (r) => Number.isNaN(change(r)) ? "" : (change(r) > 0 ? "+" : "") + change(r).toFixed(6);
 
-const columns = [["run", (r) => r.run, "n"], ["status", (r) => r.status, ""], ["val_bpb", (r) => r.metric || NaN, "n"],
-  ["change", change, "n wide"], ["seconds", (r) => r.seconds, "n wide"], ["description", (r) => r.description, "text"]];
+const columns = [ // name, class, what is sorted by, what is shown
+  ["run", "n", (r) => r.run, (r) => r.run], ["status", "status", (r) => r.status, (r) => r.status],
+  ["val_bpb", "n", (r) => r.metric || NaN, score], ["change", "n wide", change, signed],
+  ["seconds", "n wide", (r) => r.seconds, (r) => r.seconds.toFixed(0)],
+  ["description", "text", (r) => r.description, (r) => r.description.slice(0, 200)]];
 
 function table() {
-  const value = columns.find((c) => c[0] === state.sort)[1], words = state.text.toLowerCase();
+  const value = columns.find((c) => c[0] === state.sort)[2], words = state.text.toLowerCase();
   const shown = runs.filter((r) => (!state.status || r.status === state.status) &&
-    (r.description + " " + r.reason + " " + r.commit + " " + JSON.stringify(r.asi)).toLowerCase().includes(words));
+    [r.description, r.reason, r.commit, JSON.stringify(r.asi)].join(" ").toLowerCase().includes(words));
   shown.sort((a, b) => {
     const x = value(a), y = value(b);
     if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y); // no value: last, both ways
     return (x < y ? -1 : x > y ? 1 : a.run - b.run) * (state.down ? -1 : 1);
   });
-  const head = $("thead tr"), body = $("tbody");
-  head.replaceChildren(); body.replaceChildren();
-  for (const [name, , style] of columns) {
-    const arrow = name !== state.sort ? "" : state.down ? " \\u2193" : " \\u2191";
-    const order = !arrow ? "none" : state.down ? "descending" : "ascending";
-    const th = element(head, "th", { class: style, "aria-sort": order });
-    element(th, "button", { "data-sort": name }, name + arrow).onclick = () => {
+  $("thead tr").replaceChildren(); $("tbody").replaceChildren();
+  for (const [name, style] of columns) {
+    const order = name !== state.sort ? "none" : state.down ? "descending" : "ascending";
+    const th = element($("thead tr"), "th", { class: style, "aria-sort": order });
+    element(th, "button", { "data-sort": name }, name).onclick = () => {
       state.down = state.sort === name && !state.down; state.sort = name; table();
     };
   }
   for (const r of shown) {
-    const tr = element(body, "tr", { class: "run", tabindex: 0, "data-run": r.run });
-    element(tr, "td", { class: "n" }, r.run);
-    element(tr, "td", { class: "status " + r.status }, r.status);
-    element(tr, "td", { class: "n" }, score(r));
-    element(tr, "td", { class: "n wide" }, signed(change(r)));
-    element(tr, "td", { class: "n wide" }, r.seconds.toFixed(0));
-    element(tr, "td", { class: "text" }, r.description.slice(0, 200));
+    const tr = element($("tbody"), "tr", { class: "run " + r.status, tabindex: 0, "data-run": r.run });
+    for (const [, style, , show] of columns) element(tr, "td", { class: style }, show(r));
     tr.onclick = () => toggle(r, tr);
     tr.onkeydown = (event) => { if (event.key === "Enter") toggle(r, tr); };
     if (state.open.includes(r.run)) detail(r, tr);
@@ -1112,33 +1100,26 @@ function table() {
 }
 
 function toggle(r, tr) {
-  if (tr.classList.toggle("open")) {
-    state.open.push(r.run);
-    detail(r, tr);
-  } else {
-    state.open = state.open.filter((n) => n !== r.run);
-    tr.nextSibling.remove();
-  }
+  const open = tr.classList.contains("open");
+  state.open = state.open.filter((run) => run !== r.run).concat(open ? [] : [r.run]);
+  if (open) { tr.classList.remove("open"); tr.nextSibling.remove(); } else detail(r, tr);
   save();
 }
 
 function detail(r, tr) {
-  const row = document.createElement("tr"), cell = element(row, "td", { colspan: 6 }), box = element(cell, "div");
+  const row = document.createElement("tr"), box = element(element(row, "td", { colspan: 6 }), "div");
   tr.classList.add("open"); row.className = "detail"; tr.after(row);
   const facts = [r.description, [r.status, r.reason, r.detail, r.marks].filter(Boolean).join(": "),
     `commit ${r.commit}, segment ${r.segment}, data ${r.data_id ?? "-"}, ${r.device ?? "-"}, ` +
-    `budget ${r.budget ?? "-"} s, seed ${r.seed ?? "-"}, ${new Date(r.timestamp).toLocaleString()}`];
-  if (r.parent_metric)
-    facts.push(`best before ${score({ metric: r.parent_metric })}, noise floor ${r.floor} (${r.floor_source})`);
-  facts.push(Object.entries(r.metrics).map(([k, v]) => k + " " + v).join(", "));
+    `budget ${r.budget ?? "-"} s, seed ${r.seed ?? "-"}, ${new Date(r.timestamp).toLocaleString()}`,
+    Object.entries(r.metrics).map(([name, number]) => name + " " + number).join(", ")];
+  if (r.parent_metric) facts.push(`best before ${r.parent_metric.toFixed(6)}, noise floor ${r.floor} (${r.floor_source})`);
   element(box, "span", { class: "dim" }, facts.join("\\n"));
   if (Object.keys(r.asi).length) element(box, "pre", { class: "asi" }, JSON.stringify(r.asi, null, 1));
   if (r.curve.length > 1) curve(box, r.curve);
-  if (r.diff) {
-    const pre = element(box, "pre", { class: "diff" });
-    for (const line of r.diff.split("\\n"))
-      element(pre, "span", { class: { "+": "add", "-": "del" }[line[0]] || "dim" }, line + "\\n");
-  }
+  const diff = r.diff && element(box, "pre", { class: "diff" });
+  for (const line of r.diff ? r.diff.split("\\n") : [])
+    element(diff, "span", { class: { "+": "add", "-": "del" }[line[0]] || "dim" }, line + "\\n");
 }
 
 const path = (points) => "M" + points.map(([x, y]) => x.toFixed(1) + " " + y.toFixed(1)).join("L");
@@ -1147,50 +1128,47 @@ function curve(box, points) {
   const width = Math.max(240, Math.min(560, innerWidth - 70)), height = 130;
   const svg = element(box, "svg", { viewBox: `0 0 ${width} ${height}`, style: `max-width: ${width}px` });
   const losses = points.map((p) => p[1]), low = Math.min(...losses), high = Math.max(...losses);
-  const end = points[points.length - 1][0] || 1, last = losses[losses.length - 1];
-  const place = ([t, loss]) => [4 + t / end * (width - 8), 8 + (high - loss) / (high - low || 1) * (height - 30)];
+  const [end, last] = points[points.length - 1];
+  const place = ([t, loss]) => [4 + t / (end || 1) * (width - 8), 8 + (high - loss) / (high - low || 1) * (height - 30)];
   element(svg, "path", { class: "curve", d: path(points.map(place)) });
   const text = `training loss ${high.toFixed(3)} to ${last.toFixed(3)} in ${end.toFixed(0)} s`;
   element(svg, "text", { x: 4, y: height - 6 }, text);
 }
 
 function chart() {
-  const svg = $("#chart"), width = svg.clientWidth || 800, height = Math.max(220, Math.min(360, width * 0.5));
+  const svg = $("#chart"), width = svg.clientWidth || 800, height = Math.max(220, Math.min(360, width * 0.5)), left = 58;
   svg.replaceChildren();
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.style.height = height + "px";
-  const last = runs[runs.length - 1], segment = runs.filter((r) => r.segment === last.segment);
+  const last = runs[runs.length - 1], segment = runs.filter((r) => r.segment === last.segment), first = segment[0].run;
   const kept = segment.filter((r) => r.status === "keep" && r.metric), scores = kept.map((r) => r.metric);
   if (!kept.length) return element(svg, "text", { x: 8, y: 24 }, "no scored run yet");
   const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor);
-  const top = high + 0.4 * room, bottom = low - 0.2 * room, first = segment[0].run, left = 58;
+  const top = high + 0.4 * room, bottom = low - 0.2 * room;
   const x = (run) => left + 8 + (run - first) / Math.max(1, last.run - first) * (width - left - 24);
   const y = (m) => 14 + (top - Math.max(bottom, Math.min(m, top))) / (top - bottom) * (height - 44);
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const m = bottom + (top - bottom) * part, run = Math.round(first + part * (last.run - first));
     element(svg, "line", { class: "axis", x1: left, x2: width, y1: y(m), y2: y(m) });
     element(svg, "text", { x: left - 6, y: y(m) + 4, "text-anchor": "end" }, m.toFixed(4));
-    if (segment.length > 4 || part === 0)
-      element(svg, "text", { x: x(run), y: height - 8, "text-anchor": "middle" }, run);
+    if (segment.length > 4 || !part) element(svg, "text", { x: x(run), y: height - 8, "text-anchor": "middle" }, run);
   }
   const above = y(low + data.floor), below = y(low - data.floor);
   element(svg, "rect", { class: "band", x: left, width: width - left, y: above, height: below - above });
-  const steps = kept.flatMap((r, i) => [...(i ? [[x(r.run), y(scores[i - 1])]] : []), [x(r.run), y(r.metric)]]);
-  element(svg, "path", { class: "step", d: path([...steps, [x(last.run), steps[steps.length - 1][1]]]) });
+  const steps = kept.flatMap((r, i) => [[x(r.run), y(scores[Math.max(0, i - 1)])], [x(r.run), y(r.metric)]]);
+  element(svg, "path", { class: "step", d: path([...steps, [x(last.run), y(scores[scores.length - 1])]]) });
   let free = 0; // a label where there is room for one
   for (const r of kept) {
-    const text = r.description.replace(/\\s+/g, " ").slice(0, 24), size = text.length * 6.2;
-    const at = Math.min(x(r.run) + 5, width - size);
+    const text = r.description.replace(/\\s+/g, " ").slice(0, 24), at = Math.min(x(r.run) + 5, width - text.length * 6.2);
     if (at < free) continue;
     element(svg, "text", { x: at, y: y(r.metric) - 7 }, text);
-    free = at + size + 8;
+    free = at + text.length * 6.2 + 8;
   }
   for (const r of segment) {
     const cx = x(r.run), cy = r.metric ? y(r.metric) : 14;
     const mark = r.metric ? element(svg, "circle", { class: r.status, cx, cy, r: r.status === "keep" ? 4.5 : 3 })
       : element(svg, "path", { class: "x " + r.status, d: `M${cx - 3} ${cy - 3}l6 6m0-6l-6 6` });
-    mark.onpointerenter = (event) => tip(event, r);
-    mark.onpointerleave = () => { $("#tip").hidden = true; };
+    const text = `run ${r.run} ${r.status} (${r.reason})\\n${score(r)} ${signed(r)}\\n${r.description.slice(0, 160)}`;
+    element(mark, "title", {}, text);
     mark.onclick = () => {
       const tr = $(`tr[data-run="${r.run}"]`);
       if (tr && !tr.classList.contains("open")) toggle(r, tr);
@@ -1199,22 +1177,13 @@ function chart() {
   }
 }
 
-function tip(event, r) {
-  const box = $("#tip");
-  const head = `run ${r.run} ${r.status} (${r.reason})\\n${score(r)} ${signed(change(r))}\\n`;
-  box.textContent = head + r.description.slice(0, 160);
-  box.hidden = false;
-  box.style.left = Math.max(8, Math.min(event.pageX + 12, innerWidth - box.offsetWidth - 16)) + "px";
-  box.style.top = event.pageY + 14 + "px";
-}
-
 $("h1").textContent = data.name;
 $(".summary").textContent = data.summary.join("\\n");
-$("select").value = state.status; $("input").value = state.text;
-$("select").onchange = (event) => { state.status = event.target.value; table(); };
-$("input").oninput = (event) => { state.text = event.target.value; table(); };
-addEventListener("resize", () => runs.length && chart());
-if (runs.length) chart();
+for (const [tag, name] of [["select", "status"], ["input", "text"]]) {
+  $(tag).value = state[name];
+  $(tag).oninput = (event) => { state[name] = event.target.value; table(); };
+}
+if (runs.length) { chart(); addEventListener("resize", chart); }
 table();
 if (data.watch) setTimeout(() => location.reload(), 5000);
 </script></body></html>
