@@ -269,25 +269,25 @@ def check_disk():
     free = shutil.disk_usage(ROOT).free / 2**20
     if free < MIN_FREE_MB:
         raise Stop(f"{free:.0f} MB free, a run wants {MIN_FREE_MB}. hint: old run folders in .autoresearch/runs may go")
-    return f"{free / 1024:.1f} GB free"
+    cache = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
+    return f"{free / 1024:.1f} GB free; the data in {cache} {'are there' if cache.exists() else 'are made by the first run'}"
 
 
 def check_git():
     """The branch takes commits that belong to nobody else."""
+    start = "git add -A && git commit -m start"
+    switch = f"hint: git switch -c autoresearch/{time.strftime('%b%d').lower()}"
     if git_try("rev-parse", "--git-dir") is None:
-        raise Stop("no git repository here. hint: git init -b autoresearch/start && git add -A && git commit -m start")
-    if git_try("rev-parse", "-q", "--verify", "HEAD") is None:
-        raise Stop("no commit yet. hint: git add -A && git commit -m start")
-    if git_try("ls-files", "--error-unmatch", "train.py") is None:
-        raise Stop("git does not track train.py. hint: git add train.py && git commit -m start")
+        raise Stop(f"no git repository here. hint: git init -b autoresearch/start && {start}")
+    if git_try("cat-file", "-e", "HEAD:./train.py") is None:
+        raise Stop(f"train.py is in no commit yet. hint: {start}")
     if git_try("var", "GIT_AUTHOR_IDENT") is None or git_try("var", "GIT_COMMITTER_IDENT") is None:
         raise Stop("git has no identity. hint: git config user.name NAME && git config user.email ADDRESS")
     branch = git_try("symbolic-ref", "-q", "--short", "HEAD")
-    switch = f"hint: git switch -c autoresearch/{time.strftime('%b%d').lower()}"
     if branch is None:
         raise Stop(f"HEAD is detached: commits here would belong to no branch. {switch}")
-    default = (git_try("symbolic-ref", "-q", "--short", "refs/remotes/origin/HEAD") or "").removeprefix("origin/")
-    if branch in ("main", "master", default):
+    default = git_try("symbolic-ref", "-q", "--short", "refs/remotes/origin/HEAD") or ""
+    if branch in ("main", "master", default.removeprefix("origin/")):
         raise Stop(f"on the default branch '{branch}'. {switch}")
     return f"branch {branch} at {git('rev-parse', '--short', 'HEAD')}"
 
@@ -296,11 +296,8 @@ def check_fixed():
     """The fixed files are those of the commit at which the session began: the rule of autoresearch.sh."""
     if git_try("rev-parse", "-q", "--verify", SESSION) is None:
         git("update-ref", SESSION, "HEAD")
-    changed = []
-    for name in FIXED:
-        start = git_try("rev-parse", "-q", "--verify", f"{SESSION}:./{name}")
-        if start != git_try("hash-object", "--no-filters", name):
-            changed.append(name)
+    changed = [name for name in FIXED if git_try("rev-parse", "-q", "--verify", f"{SESSION}:./{name}")
+               != git_try("hash-object", "--no-filters", name)]
     if changed:
         names = " ".join(changed)
         raise Stop(f"fixed file changed since the session began: {names}. hint: 'git checkout {SESSION} -- {names}' "
@@ -319,13 +316,12 @@ def check_edits():
         tree = ast.parse(TRAIN.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         raise Stop(f"train.py does not parse: {error}. hint: fix it, no run was spent") from None
-    for node in ast.walk(tree):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
-        for name in (n.split(".")[0] for n in names if n):
-            for path in (f"{name}.py", f"{name}/__init__.py"):
-                if (ROOT / path).exists() and git_try("ls-files", "--error-unmatch", path) is None:
-                    raise Stop(f"train.py imports {path}, which is not committed, so no run can see it. "
-                               "hint: put the code into train.py")
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [[node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] for node in imports]
+    modules = {name.split(".")[0] for several in names for name in several}
+    for path in git("ls-files", "--others", "--", ":(glob)*.py", ":(glob)*/__init__.py").splitlines():
+        if path.split("/")[0].removesuffix(".py") in modules:
+            raise Stop(f"train.py imports {path}, which is not committed, so no run can see it. hint: put the code into train.py")
     return "nothing but train.py differs from HEAD"
 
 
@@ -348,11 +344,9 @@ def train_changed():
 
 
 def time_budget():
-    seconds = os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300
-    try:
-        return float(seconds)
-    except ValueError:
-        raise Stop(f"AUTORESEARCH_TIME_BUDGET={seconds} is not a number of seconds") from None
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
+    raise Stop("AUTORESEARCH_TIME_BUDGET is not a number of seconds")
 
 
 # ---- the open record: what is under way, readable after a kill ----
@@ -651,22 +645,27 @@ def recover():
             shutil.rmtree(folder)
             continue
         with open(folder / "lock", "w") as owner:
-            if try_lock(owner):
-                wait_for_git()
-                mend(Run(folder))
-
-
-def wait_for_git():
-    """A git that outlived its killed command may be about to commit."""
-    index = ROOT / git("rev-parse", "--git-path", "index.lock")
-    for _ in range(50):
-        if not index.exists():
-            return
-        time.sleep(0.1)
-    raise Stop(f"git is busy in this checkout. hint: if no git is running, remove {index}")
+            if not try_lock(owner):
+                continue
+            index = ROOT / git("rev-parse", "--git-path", "index.lock")
+            until = time.monotonic() + 5
+            while index.exists():  # a git that outlived its killed command may be about to commit
+                if time.monotonic() > until:
+                    raise Stop(f"git is busy in this checkout. hint: if no git is running, remove {index}")
+                time.sleep(0.1)
+            mend(Run(folder))
 
 
 # ---- the commands ----
+
+
+def look(*checks):
+    """Mend what a killed command left, make these checks, read the log: how every command begins."""
+    with lock():
+        recover()
+        for check in checks:
+            check()
+        return read_log()
 
 
 def run_command(args):
@@ -677,11 +676,8 @@ def run_command(args):
         asi = strict_json(args.asi)
     except ValueError as error:
         raise Stop(f"--asi {args.asi[:60]!r}: {error}. hint: --asi '{{\"hypothesis\": \"...\"}}'") from None
-    with lock():
-        recover()
-        for check in CHECKS:
-            check()
-        changed, before, head = train_changed(), TRAIN.read_bytes(), git("rev-parse", "HEAD")
+    look(*CHECKS)
+    changed, before, head = train_changed(), TRAIN.read_bytes(), git("rev-parse", "HEAD")
     first = baseline(args, "baseline" if changed else description, head)
     if not changed:
         return report_row(first)
@@ -734,7 +730,8 @@ def baseline(args, description, commit, record=None):
 
 def decide(run, outcome, args):
     """The verdict by rule; returns the row, appended and acted upon."""
-    record, lines = outcome["record"], changed_lines(run)
+    record, numstat = outcome["record"], git("diff-tree", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
+    lines = [int(number) for number in numstat.split()[:2]]
     if outcome["status"] == "scored" and not present_baseline(record):
         say("data, budget or device are not those of the log's last segment: a new segment needs its own baseline")
         try:
@@ -764,12 +761,6 @@ def decide(run, outcome, args):
         if all(map(all, pairs)):
             status, reason = confirmed(pairs, floor)
         return finish(run, outcome, status, reason, **ours, confirm=pairs)
-
-
-def changed_lines(run):
-    """[added, removed]"""
-    numstat = git("diff-tree", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
-    return [int(number) for number in numstat.split()[:2]]
 
 
 def measure_probe(commit, seed, gpu=None):
@@ -803,11 +794,7 @@ def show_log(folder):
 
 
 def noise_command(args):
-    with lock():
-        recover()
-        for check in (check_python, check_disk, check_git, check_fixed):
-            check()
-    segment = current(read_log())
+    segment = current(look(check_python, check_disk, check_git, check_fixed))
     if not kept(segment):
         raise Stop("nothing to measure yet. hint: uv run experiment.py run baseline")
     if args.repeats < 2:
@@ -828,13 +815,6 @@ def noise_command(args):
           f"the floor is now {floor:.6f} ({source})")
     if not noise["sd"]:
         say("all scores are equal. hint: does train.py use the seed?")
-
-
-def look():
-    """Mend what a killed command left, then read the log: how all commands that only show begin."""
-    with lock():
-        recover()
-    return read_log()
 
 
 def one_line(row, width=60):
@@ -901,18 +881,16 @@ def resume_command(args):
 def check_command(args):
     """The same checks that `run` begins with; exit 0 only if it would start."""
     failed = 0
-    with contextlib.suppress(Stop):
-        look()
-    for check in CHECKS:
+    for check in (look, *CHECKS):
         try:
-            print(f"ok    {check.__name__[6:]}: {check()}")
+            done = check()
+            if check is not look:
+                print(f"ok    {check.__name__[6:]}: {done}")
         except Stop as stop:
             print(f"FAIL  {check.__name__[6:]}: {stop}")
             failed = 2
             if check is check_git:
                 break  # the rest would only repeat it
-    cache = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
-    print(f"ok    data: {cache} {'is there' if cache.exists() else 'is made by the first run'}")
     return failed
 
 
@@ -972,33 +950,31 @@ def draw(segment, floor, path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(11, 5.5), dpi=120)
-    steps, top = kept(segment), best(segment)
-    if top:
-        low, high = top["metric"], max(row["metric"] for row in steps)
-        room = max(high - low, 4 * floor)
-        axes.set_ylim(low - 0.15 * room, high + 0.45 * room)
-        axes.axhspan(low - floor, low + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
-        other = [(row["run"], max(low - 0.13 * room, min(row["metric"], high + 0.43 * room))) for row in segment
-                 if row["status"] != "keep" and row["metric"]]
-        failed = [row["run"] for row in segment if not row["metric"]]
-        axes.scatter(*zip(*other, strict=True) if other else ([], []), s=14, color="#9a9a9a", label="not kept")
-        axes.scatter(failed, [high + 0.43 * room] * len(failed), s=18, marker="x", color="#c2410c", label="failed")
-        x, y = [row["run"] for row in steps], [row["metric"] for row in steps]
-        axes.step([*x, segment[-1]["run"]], [*y, y[-1]], where="post", color="#1f9d63", lw=1.5)
-        axes.scatter(x, y, s=30, color="#1f9d63", zorder=3, label="kept")
-        spacing = max(1, (segment[-1]["run"] - x[0]) // 30)
-        last = -spacing
-        for row in steps:  # a label where there is room for one
-            if row["run"] - last >= spacing:
-                last = row["run"]
-                axes.annotate(short(row["description"], 32), (last, row["metric"]), rotation=30, fontsize=7,
-                              xytext=(3, 5), textcoords="offset points", parse_math=False)
-        axes.legend(loc="upper right", frameon=False, fontsize=8, ncols=4)
-        gain = segment[0]["metric"] - low
-        axes.set_title(f"{len(segment)} runs, {len(steps)} kept: {low:.6f}, {gain:.6f} below the baseline", loc="left")
-    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="run", ylabel="val_bpb (lower is better)")
     axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if steps := kept(segment):
+        x, y = [row["run"] for row in steps], [row["metric"] for row in steps]
+        room = max(max(y) - min(y), 4 * floor)
+        bottom, top = min(y) - 0.13 * room, max(y) + 0.43 * room
+        axes.set_ylim(bottom - 0.02 * room, top + 0.02 * room)
+        axes.axhspan(min(y) - floor, min(y) + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
+        other = [row for row in segment if row["status"] != "keep" and row["metric"]]
+        axes.scatter([row["run"] for row in other], [max(bottom, min(row["metric"], top)) for row in other],
+                     s=14, color="#9a9a9a", label="not kept")
+        failed = [row["run"] for row in segment if not row["metric"]]
+        axes.scatter(failed, [top] * len(failed), s=18, marker="x", color="#c2410c", label="failed")
+        axes.step([*x, segment[-1]["run"]], [*y, y[-1]], where="post", color="#1f9d63", lw=1.5)
+        axes.scatter(x, y, s=30, color="#1f9d63", zorder=3, label="kept")
+        free = 0
+        for row in steps:  # a label where there is room for one
+            if row["run"] >= free:
+                free = row["run"] + max(1, len(segment) // 30)
+                axes.annotate(short(row["description"], 32), (row["run"], row["metric"]), rotation=30, fontsize=7,
+                              xytext=(3, 5), textcoords="offset points", parse_math=False)
+        axes.legend(loc="upper right", frameon=False, fontsize=8, ncols=4)
+        gain = y[0] - min(y)
+        axes.set_title(f"{len(segment)} runs, {len(steps)} kept: {min(y):.6f}, {gain:.6f} below the baseline", loc="left")
     figure.tight_layout()
     figure.savefig(path, format="png")
     plt.close(figure)
@@ -1191,26 +1167,20 @@ if (data.watch) setTimeout(() => location.reload(), 5000);
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The research cycle: commit, run, judge, log, keep or revert.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="one experiment with the train.py you edited")
+    run, noise, report, *_ = (commands.add_parser(name) for name in ("run", "noise", "report", "status", "resume", "check"))
     run.add_argument("description", help="what it changes, in a few words")
     run.add_argument("--asi", default="{}", help='notes to keep with the row, a JSON object: {"hypothesis": "..."}')
     run.add_argument("--simpler", action="store_true", help="also keep it when equal within noise and shorter")
     run.add_argument("--confirm", action="store_true", help="decide a result within noise on other seeds")
     run.add_argument("--budget", type=float, default=1.5, help="warn above this multiple of the best run's memory")
-    noise = commands.add_parser("noise", help="measure what one run's score varies by itself")
-    noise.add_argument("--repeats", type=int, default=3)
+    noise.add_argument("--repeats", type=int, default=3, help="runs, each on its own seed")
     for command in (run, noise):
         command.add_argument("--gpu", help="the GPU to run on (CUDA_VISIBLE_DEVICES)")
-    commands.add_parser("status", help="the state on one screen")
-    commands.add_parser("resume", help="all that an agent with a fresh context needs")
-    commands.add_parser("check", help="exit 0 only if run would start")
-    report = commands.add_parser("report", help="write progress.png and report.html")
     report.add_argument("--tsv", action="store_true", help="print commit, val_bpb, memory_gb, status, description")
     report.add_argument("--watch", action="store_true", help="rewrite after every run; the page reloads itself")
     args = parser.parse_args()
-
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
