@@ -15,7 +15,6 @@ row), 3 the baseline itself fails (train.py is as before, no row), 130 interrupt
 import argparse
 import ast
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -44,8 +43,7 @@ CONFIRM_PAIRS = 2  # candidate and incumbent runs that --confirm adds, each pair
 CHECKS_LIMIT = 300  # seconds for autoresearch.checks.sh
 MIN_FREE_MB = 100
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-METRICS = ("peak_memory_mb", "mfu_percent", "training_seconds", "total_seconds", "num_steps", "total_tokens_m",
-           "num_params_m")
+METRICS = ("peak_memory_mb", "mfu_percent", "training_seconds", "total_seconds", "num_steps", "total_tokens_m", "num_params_m")
 UNMARKED = "logits repeat only to"  # a mark of prepare.py that names a limit of its check, no fault of the run
 REASONS = {1: "crash", 2: "refused", 3: "nan", 4: "oom", 5: "void", 124: "timeout", 130: "interrupted"}
 
@@ -71,10 +69,9 @@ def say(text):
 
 def git(*args, at=ROOT, text=None, hooks=False):
     """Git's output, by argument list: no text is ever a shell word. Raises Stop with git's own words."""
-    quiet = [] if hooks else ["-c", "core.hooksPath=/dev/null"]
+    command = ["git", *([] if hooks else ["-c", "core.hooksPath=/dev/null"]), *args]
     try:
-        done = subprocess.run(["git", *quiet, *args], cwd=at, input=text, capture_output=True, encoding="utf-8",
-                              errors="replace")
+        done = subprocess.run(command, cwd=at, input=text, capture_output=True, encoding="utf-8", errors="replace")
     except FileNotFoundError:
         raise Stop("git is not installed. hint: install it, the cycle is made of commits") from None
     if done.returncode:
@@ -184,7 +181,7 @@ def append(row, new_segment=False):
         size = file.seek(0, os.SEEK_END)
         try:
             if file.write(text.encode()) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError("the log could not be written whole")
             os.fsync(file.fileno())
         except OSError:
             file.truncate(size)  # half a line would stop strict readers; the next command logs the run as interrupted
@@ -394,14 +391,14 @@ class Run:
         shutil.rmtree(self.tree, ignore_errors=True)
         git("worktree", "prune")
 
-    def close(self, name):
-        """Keep the folder under its final name."""
+    def close(self, row, otherwise="interrupted"):
+        """Keep the folder under its final name: that of its row, or what it was instead."""
         self.clear()
         for spare in ("lock", "reserve"):
             (self.folder / spare).unlink(missing_ok=True)
-        target = self.folder.with_name(name)
+        target = folder_of(row) if row else self.folder.with_name(f"{otherwise}-{self.data['id']}")
         if target.exists():  # of a log that was deleted and begun again
-            target.rename(target.with_name(f"{name}-before-{self.data['id']}"))
+            target.rename(f"{target}-before-{self.data['id']}")
         self.folder = self.folder.rename(target)
 
 
@@ -413,6 +410,10 @@ def write_synced(path, data):
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
+
+
+def folder_of(row):
+    return STATE / "runs" / f"{row['run']}-{row['commit']}"
 
 
 def open_folders(kind="*"):
@@ -463,13 +464,12 @@ def measure(run, commit, seed=None, gpu=None):
     here = run.checkout(commit)
     git("checkout", "--quiet", SESSION, "--", *[f for f in FIXED if (ROOT / f).exists()], at=here)
     env = {**os.environ, "AUTORESEARCH_PYTHON": sys.executable, "AUTORESEARCH_RUN_DIR": str(run.folder)}
-    for name in ("AUTORESEARCH_CACHE", "AUTORESEARCH_DATA"):
-        if env.get(name):
-            env[name] = str(ROOT / Path(env[name]).expanduser())  # relative ones are meant from here
-    if seed is not None:
-        env["AUTORESEARCH_SEED"] = str(seed)
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
+    for name in ("AUTORESEARCH_CACHE", "AUTORESEARCH_DATA"):  # relative paths are meant from here
+        path = ROOT / Path(env.get(name, "")).expanduser()
+        if env.get(name) and (path.exists() or name == "AUTORESEARCH_CACHE"):  # data may also have a name: embedded
+            env[name] = str(path)
+    env |= {"AUTORESEARCH_SEED": str(seed)} if seed else {}
+    env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
     say(f"running {short(run.data['description'])!r}; its log: {here / 'run.log'}")
     begin = time.monotonic()
     code, printed = call(run, ["bash", "autoresearch.sh"], here, env, "harness.log")
@@ -534,9 +534,8 @@ def commit_candidate(run):
     try:
         git("commit", "--quiet", "--file=-", "--", "train.py", text=message, hooks=True)
     except Stop as refusal:
-        if TRAIN.read_bytes() != before:
-            TRAIN.write_bytes(before)
-        run.close(f"refused-{run.data['id']}")
+        TRAIN.write_bytes(before)
+        run.close(None, "refused")
         raise Stop(f"{refusal}\nnothing was committed. hint: a pre-commit hook may want train.py changed") from None
     run.save(commit=git("rev-parse", "HEAD"))
     diff = git("diff-tree", "-p", run.data["parent"], run.data["commit"], "--", "train.py")
@@ -554,7 +553,7 @@ def settle(run, row):
         if incumbent and len(open_folders("candidate")) == 1:  # ours; with runs side by side the last one does it
             restore_incumbent(run, incumbent)
         sync_checkout(run)
-    run.close(f"{row['run']}-{row['commit']}")
+    run.close(row)
 
 
 def is_ancestor(old, new):
@@ -622,14 +621,13 @@ def finish(run, outcome, status, reason, **ours):
 def mend(run, detail="interrupted"):
     """Finish a run that ended halfway, from any point of it. The caller holds the lock."""
     data = run.data
-    if data.get("pid") and data["started"] and start_time(data["pid"]) == data["started"]:
+    if data.get("started") and start_time(data["pid"]) == data["started"]:
         stop_process(data["pid"])
     row = next((r for r in read_log() if r["id"] == data["id"]), None)
-    if data["kind"] == "candidate" and not data["commit"]:
-        found = git_try("log", "--format=%H", "--fixed-strings", f"--grep={TRAILER}{data['id']}", data["branch"], "-1")
-        data["commit"] = found or None
+    if not data["commit"]:
+        data["commit"] = git_try("log", "-1", "--format=%H", "--fixed-strings", f"--grep={TRAILER}{data['id']}", data["branch"])
     if data["kind"] != "candidate" or not data["commit"]:  # nothing to undo: the user's edit is still in train.py
-        run.close(f"{row['run']}-{row['commit']}" if row else f"interrupted-{data['id']}")
+        run.close(row)
     elif row:
         settle(run, row)
     else:
@@ -720,9 +718,9 @@ def baseline(args, description, commit, record=None):
         with extra_run("baseline", description, commit, gpu=args.gpu) as (run, outcome):
             if outcome["status"] == "scored":
                 row = append(make_row(run, outcome, "keep", "baseline", parent_metric=None), new_segment=True)
-                run.close(f"{row['run']}-{row['commit']}")
+                run.close(row)
                 return row
-            run.close(f"failed-baseline-{run.data['id']}")
+            run.close(None, "failed-baseline")
     show_log(run.folder)
     raise Stop(f"the baseline fails as it is ({outcome['reason']}: {outcome['detail']}), so nothing can be judged. "
                f"hint: see {run.folder}; then commit a train.py that runs", code=3)
@@ -766,7 +764,7 @@ def decide(run, outcome, args):
 def measure_probe(commit, seed, gpu=None):
     """One more run of a commit on another seed, for a mean; it has a folder, and no row of its own."""
     with extra_run("probe", f"{commit[:7]} on seed {seed}", commit, seed=seed, gpu=gpu) as (run, outcome):
-        run.close(f"seed-{seed}-{commit[:7]}-{run.data['id']}")
+        run.close(None, f"seed-{seed}-{commit[:7]}")
     return outcome
 
 
@@ -779,10 +777,9 @@ def report_row(row):
     for name in ("detail", "confirm", "marks"):
         if row.get(name):
             print(f"{name}: {row[name]}")
-    folder = STATE / "runs" / f"{row['run']}-{row['commit']}"
-    print(f"folder {folder.relative_to(ROOT)}")
+    print(f"folder {folder_of(row).relative_to(ROOT)}")
     if row["status"] == "crash":
-        show_log(folder)
+        show_log(folder_of(row))
     return int(row["status"] in ("crash", "checks_failed"))
 
 
@@ -859,33 +856,30 @@ def resume_command(args):
     rows = look()
     code = kept(current(rows))[-1]["commit"] if best(current(rows)) else "HEAD"
     branch = git_try("symbolic-ref", "-q", "--short", "HEAD")
-    head = [
+    lines = [
         "GOAL  lower val_bpb (bits per byte) within the fixed time budget. Rules in full: program.md.",
-        "RULES edit train.py only; one idea per run; never edit " + ", ".join(FIXED) + ";",
+        f"RULES edit train.py only; one idea per run; never edit {', '.join(FIXED)};",
         "      a gain below the noise floor is none; equal and shorter is one (--simpler); never stop by yourself.",
         f"CODE  the best train.py is that of {code}, on branch {branch}; a discarded one is in git: git show COMMIT",
         *summary(rows),
+        "TRIED (newest first)" if rows else "TRIED nothing yet",
     ]
-    next_step = 'NEXT  edit train.py, then: uv run experiment.py run "what it changes" --asi \'{"hypothesis": "..."}\''
-    notes, room = [], 3800 - len("\n".join([*head, next_step]))
-    for row in reversed(rows):  # the newest first, as many as there is room for
-        learned = f" {json.dumps(row['asi'])[:200]}" if row["asi"] else ""
-        notes.append(one_line(row, 80) + learned)
-        room -= len(notes[-1]) + 1
-        if room < 0:
-            notes[-1] = f"     ... older ones: uv run experiment.py report --tsv ({len(rows)} rows)"
+    for row in reversed(rows):
+        if len("\n".join(lines)) > 3300:
+            lines.append(f"     ... older ones: uv run experiment.py report --tsv ({len(rows)} rows)")
             break
-    print(*head, "TRIED (newest first)" if notes else "TRIED nothing yet", *notes, next_step, sep="\n")
+        lines.append(one_line(row, 80) + (f" {json.dumps(row['asi'])[:200]}" if row["asi"] else ""))
+    lines.append('NEXT  edit train.py, then: uv run experiment.py run "what it changes" --asi \'{"hypothesis": "..."}\'')
+    print("\n".join(lines))
 
 
 def check_command(args):
     """The same checks that `run` begins with; exit 0 only if it would start."""
     failed = 0
-    for check in (look, *CHECKS):
+    look()
+    for check in CHECKS:
         try:
-            done = check()
-            if check is not look:
-                print(f"ok    {check.__name__[6:]}: {done}")
+            print(f"ok    {check.__name__[6:]}: {check()}")
         except Stop as stop:
             print(f"FAIL  {check.__name__[6:]}: {stop}")
             failed = 2
@@ -902,18 +896,15 @@ def report_command(args):
     if args.tsv:
         print("commit", "val_bpb", "memory_gb", "status", "description", sep="\t")
         for row in rows:
-            score, memory = row["metric"], row["metrics"].get("peak_memory_mb", 0) / 1024
-            print(row["commit"], f"{score:.6f}" if score else "", f"{memory:.1f}", row["status"],
-                  short(row["description"], None), sep="\t")
-        return 0
-    while True:
-        write_report(rows, args.watch)
-        if not args.watch:
-            return 0
-        size = len(rows)
-        while len(rows) == size:
-            time.sleep(2)
-            rows = look()
+            score, memory = row["metric"] and f"{row['metric']:.6f}", row["metrics"].get("peak_memory_mb", 0) / 1024
+            print(row["commit"], score or "", f"{memory:.1f}", row["status"], short(row["description"], None), sep="\t")
+        return
+    write_report(rows, args.watch)
+    while args.watch:
+        time.sleep(2)
+        before, rows = rows, look()
+        if len(rows) != len(before):
+            write_report(rows, args.watch)
 
 
 def write_report(rows, watch):
@@ -930,7 +921,7 @@ def write_report(rows, watch):
 
 def run_files(row):
     """The diff and at most 150 points of the loss curve from a run's folder, if it is still there."""
-    folder, diff, curve = STATE / "runs" / f"{row['run']}-{row['commit']}", "", []
+    folder, diff, curve = folder_of(row), "", []
     with contextlib.suppress(OSError):
         diff = (folder / "train.diff").read_text(errors="replace").partition("\n@@")[2]
     with contextlib.suppress(OSError):

@@ -718,9 +718,12 @@ def test_rows_of_another_tool_are_read_and_continued(cycle):
 
 def test_in_a_subfolder_of_a_larger_repository(tmp_path):
     cycle = Cycle(tmp_path / "big" / "lab", top=tmp_path / "big")
+    (cycle.root / "text").mkdir()
     cycle.edit(1.1, "assert os.path.isabs(os.environ['AUTORESEARCH_DATA'])")
     cycle.run("worse", AUTORESEARCH_DATA="text")
-    assert [(r["metric"], r["status"]) for r in cycle.rows()] == [(1.0, "keep"), (1.1, "discard")]
+    cycle.edit(1.2, "assert os.environ['AUTORESEARCH_DATA'] == 'embedded'  # a name, not a path")
+    cycle.run("worse again", AUTORESEARCH_DATA="embedded")
+    assert [(r["metric"], r["status"]) for r in cycle.rows()] == [(1.0, "keep"), (1.1, "discard"), (1.2, "discard")]
     assert cycle.score_at_head() == 1.0
     cycle.assert_settled()
     (tmp_path / "big" / "other.txt").write_text("")
