@@ -126,14 +126,15 @@ def strict_json(text):
 
 def read_log():
     """All rows in order. Rows of other tools get our keys; half a last line or an edit by hand is passed over."""
-    rows = []
+    rows, segment = [], -1
+    blank = dict.fromkeys(("commit", "status", "description", "reason", "id"), "")
+    blank |= {"metrics": {}, "asi": {}, "timestamp": 0, "seconds": 0, "confidence": None}
     for line in LOG.read_text(errors="replace").split("\n") if LOG.exists() else []:
         with contextlib.suppress(ValueError):
             row = strict_json(line)
+            segment += row.get("type") == "config"
             if isinstance(row.get("run"), int) and isinstance(row.get("metric"), (int, float)):
-                blank = dict.fromkeys(("commit", "status", "description", "reason", "id"), "")
-                blank |= {"metrics": {}, "asi": {}, "segment": 0, "timestamp": 0, "seconds": 0, "confidence": None}
-                rows.append(blank | {"commit_id": row.get("commit")} | row)
+                rows.append(blank | {"commit_id": row.get("commit")} | row | {"segment": max(segment, 0)})
     return rows
 
 
@@ -175,12 +176,13 @@ def append(row, new_segment=False):
     row |= {"run": len(rows) + 1, "segment": segment}
     row["confidence"] = confidence([r for r in rows if r["segment"] == segment] + [row])
     config = {"type": "config", "name": ROOT.name, "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
-    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in ([config, row] if new_segment else [row]))
     with open(LOG, "ab+", buffering=0) as file:
-        end_last_line(file)
+        begun = re.match(rb'{"type": ?"config"', last_line(file))  # by another tool, or before a power cut
+        lines = [config, row] if new_segment and not begun else [row]
+        data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
         size = file.seek(0, os.SEEK_END)
         try:
-            if file.write(text.encode()) < len(text):
+            if file.write(data) < len(data):
                 raise OSError("the log could not be written whole")
             os.fsync(file.fileno())
         except OSError:
@@ -189,19 +191,20 @@ def append(row, new_segment=False):
     return row
 
 
-def end_last_line(file):
-    """Half a line, left by a power cut, goes aside; a whole one that only lacks its end, left by an editor, gets it."""
+def last_line(file):
+    """The log's last line, mended: half a line, left by a power cut, goes aside; a whole one without an end gets it."""
     file.seek(0)
-    text = file.read()
-    tail = text.rpartition(b"\n")[2]
+    *lines, tail = file.read().split(b"\n")
     try:
         if tail:
             strict_json(tail)
             file.write(b"\n")
+            return tail
     except ValueError:
         with open(STATE / "torn.txt", "ab") as torn:
             torn.write(tail + b"\n")
-        file.truncate(len(text) - len(tail))
+        file.truncate(file.seek(0, os.SEEK_END) - len(tail))
+    return lines[-1] if lines else b""
 
 
 # ---- the verdict ----

@@ -676,6 +676,19 @@ def test_half_a_last_line_is_put_aside_and_the_log_stays_strict(based):
     assert [r["run"] for r in based.rows()] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("half", ["", '{"run": 1, "com'])
+def test_a_segment_that_has_only_its_config_line_is_begun_not_doubled(cycle, half):
+    config = {"type": "config", "name": "x", "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
+    (cycle.root / "autoresearch.jsonl").write_text(json.dumps(config) + "\n" + half)
+    cycle.run("baseline")
+    assert [(r["run"], r["segment"], r["status"]) for r in cycle.rows()] == [(1, 0, "keep")]
+    with open(cycle.root / "autoresearch.jsonl", "a") as log:
+        log.write("a note by hand\n")
+    cycle.edit(0.9)
+    cycle.run("is logged all the same")
+    assert json.loads((cycle.root / "autoresearch.jsonl").read_text().splitlines()[-1])["run"] == 2
+
+
 def test_a_log_that_was_deleted_during_a_run_begins_again(based, tmp_path):
     process = held(based, 0.9, tmp_path / "gate")
     (based.root / "autoresearch.jsonl").unlink()
