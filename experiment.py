@@ -277,8 +277,10 @@ def check_git():
     """The branch takes commits that belong to nobody else."""
     start = "git add -A && git commit -m start"
     switch = f"hint: git switch -c autoresearch/{time.strftime('%b%d').lower()}"
-    if git_try("rev-parse", "--git-dir") is None:
-        raise Stop(f"no git repository here. hint: git init -b autoresearch/start && {start}")
+    try:
+        git("rev-parse", "--git-dir")
+    except Stop as stop:  # no repository, one of another owner, or no git
+        raise Stop(f"{stop}. hint: if there is no repository yet: git init -b autoresearch/start && {start}") from None
     if git_try("cat-file", "-e", "HEAD:./train.py") is None:
         raise Stop(f"train.py is in no commit yet. hint: {start}")
     if git_try("var", "GIT_AUTHOR_IDENT") is None or git_try("var", "GIT_COMMITTER_IDENT") is None:
@@ -724,9 +726,8 @@ def baseline(args, description, commit, record=None):
                 run.close(row)
                 return row
             run.close(None, "failed-baseline")
-    show_log(run.folder)
     raise Stop(f"the baseline fails as it is ({outcome['reason']}: {outcome['detail']}), so nothing can be judged. "
-               f"hint: see {run.folder}; then commit a train.py that runs", code=3)
+               f"hint: see {run.folder / 'run.log'}; then commit a train.py that runs", code=3)
 
 
 def decide(run, outcome, args):
@@ -780,17 +781,11 @@ def report_row(row):
     for name in ("detail", "confirm", "marks"):
         if row.get(name):
             print(f"{name}: {row[name]}")
-    print(f"folder {folder_of(row).relative_to(ROOT)}")
-    if row["status"] == "crash":
-        show_log(folder_of(row))
+    log = folder_of(row) / "run.log"
+    print(f"folder {log.parent.relative_to(ROOT)}")
+    if row["status"] == "crash" and log.exists():
+        print(f"last lines of {log}:", *log.read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
     return int(row["status"] in ("crash", "checks_failed"))
-
-
-def show_log(folder):
-    log = folder / "run.log"
-    if log.exists():
-        lines = log.read_text(errors="replace").splitlines()[-20:]
-        print(f"last lines of {log}:", *lines, sep="\n", file=sys.stderr)
 
 
 def noise_command(args):

@@ -430,6 +430,7 @@ def test_git_states_are_handled_with_a_hint(based):
     assert "git config user.email" in based.run("who", code=2, **nobody)
     shutil.rmtree(based.root / ".git")
     assert "git init" in based.run("no repository", code=2)
+    assert "git is not installed" in based.run("no git", code=2, PATH="/nonexistent")
     code, out, _ = based.call("check")
     assert code == 2 and "git init" in out
     assert based.call("status")[0] == 0
