@@ -961,7 +961,7 @@ def draw(segment, floor, path):
                 free = row["run"] + max(1, len(segment) // 30)
                 axes.annotate(short(row["description"], 32), (row["run"], row["metric"]), rotation=30, fontsize=7,
                               xytext=(3, 5), textcoords="offset points", parse_math=False)
-        axes.legend(loc="upper right", frameon=False, fontsize=8, ncols=4)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, ncols=4)
         gain = y[0] - min(y)
         axes.set_title(f"{len(segment)} runs, {len(steps)} kept: {min(y):.6f}, {gain:.6f} below the baseline", loc="left")
     figure.tight_layout()
@@ -986,7 +986,7 @@ h1 { font-size: 20px; margin: 0 0 8px; } pre { overflow-x: auto; margin: 0; font
 .keep { --c: var(--keep); } .discard { --c: var(--discard); } .crash { --c: var(--crash); }
 .checks_failed { --c: var(--checks_failed); }
 svg { display: block; width: 100%; margin-top: 12px; } svg .axis { stroke: var(--line); }
-svg text { fill: var(--dim); font-size: 11px; stroke: var(--bg); stroke-width: 3px; paint-order: stroke; }
+svg text { fill: var(--dim); font-size: 11px; }
 .step, .curve { fill: none; stroke: var(--keep); stroke-width: 1.5; } .band { fill: var(--keep); opacity: .13; }
 circle, .x { cursor: pointer; fill: var(--c); } .x { stroke: var(--c); stroke-width: 2; }
 .bar { display: flex; gap: 8px; margin: 12px 0; align-items: center; }
@@ -1096,8 +1096,7 @@ function curve(box, points) {
   const [end, last] = points[points.length - 1];
   const place = ([t, loss]) => [4 + t / (end || 1) * (width - 8), 8 + (high - loss) / (high - low || 1) * (height - 30)];
   element(svg, "path", { class: "curve", d: path(points.map(place)) });
-  const text = `training loss ${high.toFixed(3)} to ${last.toFixed(3)} in ${end.toFixed(0)} s`;
-  element(svg, "text", { x: 4, y: height - 6 }, text);
+  element(svg, "text", { x: 4, y: height - 6 }, `training loss ${high.toFixed(3)} to ${last.toFixed(3)} in ${end.toFixed(0)} s`);
 }
 
 function chart() {
@@ -1121,13 +1120,6 @@ function chart() {
   element(svg, "rect", { class: "band", x: left, width: width - left, y: above, height: below - above });
   const steps = kept.flatMap((r, i) => [[x(r.run), y(scores[Math.max(0, i - 1)])], [x(r.run), y(r.metric)]]);
   element(svg, "path", { class: "step", d: path([...steps, [x(last.run), y(scores[scores.length - 1])]]) });
-  let free = 0; // a label where there is room for one
-  for (const r of kept) {
-    const text = r.description.replace(/\\s+/g, " ").slice(0, 24), at = Math.min(x(r.run) + 5, width - text.length * 6.2);
-    if (at < free) continue;
-    element(svg, "text", { x: at, y: y(r.metric) - 7 }, text);
-    free = at + text.length * 6.2 + 8;
-  }
   for (const r of segment) {
     const cx = x(r.run), cy = r.metric ? y(r.metric) : 14;
     const mark = r.metric ? element(svg, "circle", { class: r.status, cx, cy, r: r.status === "keep" ? 4.5 : 3 })
