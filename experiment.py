@@ -128,7 +128,7 @@ def read_log():
     """All rows in order. Rows of other tools get our keys; half a last line or an edit by hand is passed over."""
     rows, segment = [], -1
     blank = dict.fromkeys(("commit", "status", "description", "reason", "id"), "")
-    blank |= {"metrics": {}, "asi": {}, "timestamp": 0, "seconds": 0, "confidence": None}
+    blank |= {"metrics": {}, "asi": {}, "timestamp": 0, "seconds": 0}
     for line in LOG.read_text(errors="replace").split("\n") if LOG.exists() else []:
         with contextlib.suppress(ValueError):
             row = strict_json(line)
@@ -473,8 +473,8 @@ def measure(run, commit, seed=None, gpu=None):
         path = ROOT / Path(env.get(name, "")).expanduser()
         if env.get(name) and (path.exists() or name == "AUTORESEARCH_CACHE"):  # data may also have a name: embedded
             env[name] = str(path)
-    env |= {"AUTORESEARCH_SEED": str(seed)} if seed else {}
-    env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+    env |= {} if seed is None else {"AUTORESEARCH_SEED": str(seed)}
+    env |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     say(f"running {short(run.data['description'])!r}; its log: {here / 'run.log'}")
     begin = time.monotonic()
     code, printed = call(run, ["bash", "autoresearch.sh"], here, env, "harness.log")
@@ -944,7 +944,7 @@ def draw(segment, floor, path):
     axes.xaxis.get_major_locator().set_params(integer=True)
     if steps := kept(segment):
         x, y = [row["run"] for row in steps], [row["metric"] for row in steps]
-        room = max(max(y) - min(y), 4 * floor)
+        room = max(max(y) - min(y), 4 * floor, 1e-6)
         bottom, top = min(y) - 0.13 * room, max(y) + 0.43 * room
         axes.set_ylim(bottom - 0.02 * room, top + 0.02 * room)
         axes.axhspan(min(y) - floor, min(y) + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
@@ -1106,7 +1106,7 @@ function chart() {
   const last = runs[runs.length - 1], segment = runs.filter((r) => r.segment === last.segment), first = segment[0].run;
   const kept = segment.filter((r) => r.status === "keep" && r.metric), scores = kept.map((r) => r.metric);
   if (!kept.length) return element(svg, "text", { x: 8, y: 24 }, "no scored run yet");
-  const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor);
+  const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor, 1e-6);
   const top = high + 0.4 * room, bottom = low - 0.2 * room;
   const x = (run) => left + 8 + (run - first) / Math.max(1, last.run - first) * (width - left - 24);
   const y = (m) => 14 + (top - Math.max(bottom, Math.min(m, top))) / (top - bottom) * (height - 44);

@@ -59,6 +59,10 @@ def test_no_row_and_only_crashes(browser, cycle):
     show(browser, cycle)
     assert "no scored run yet" in texts(browser, ".summary")[0] and not select(browser, "tr.run")
     cycle.run("baseline")
+    noise = {"key": ["0123456789ab", 300.0, "cpu"], "n": 3, "sd": 0}  # one run, and it repeats itself: no height at all
+    (cycle.root / ".autoresearch/noise.json").write_text(json.dumps(noise))
+    show(browser, cycle)
+    assert "floor    0.000000" in texts(browser, ".summary")[0]
     log = cycle.root / "autoresearch.jsonl"
     log.write_text(log.read_text().replace('"metric": 1.0', '"metric": 0').replace('"keep"', '"crash"'))
     show(browser, cycle)
