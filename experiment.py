@@ -363,7 +363,7 @@ class Run:
         self.tree = STATE / "worktrees" / self.data["id"]
 
     @classmethod
-    def open(cls, kind, description, commit=None, asi=None):
+    def open(cls, kind, description, commit, asi):
         """`kind` is candidate, baseline or probe. The caller holds the lock."""
         name = secrets.token_hex(6)
         folder = STATE / "runs" / f"open-{kind}-{name}"
@@ -515,10 +515,10 @@ def read_outcome(folder, code, printed):
 
 
 @contextlib.contextmanager
-def extra_run(kind, description, commit, **how):
+def extra_run(kind, description, commit, asi=None, **how):
     """Measures a commit that is no candidate, and yields (run, outcome) under the lock. There is nothing to revert."""
     with lock():
-        run = Run.open(kind, description, commit)
+        run = Run.open(kind, description, commit, asi)
     try:
         outcome = measure(run, commit, **how)
     except BaseException:
@@ -681,16 +681,16 @@ def run_command(args):
         raise Stop(f"--asi {args.asi[:60]!r}: {error}. hint: --asi '{{\"hypothesis\": \"...\"}}'") from None
     look(*CHECKS)
     changed, before, head = train_changed(), TRAIN.read_bytes(), git("rev-parse", "HEAD")
-    first = baseline(args, "baseline" if changed else description, head)
     if not changed:
-        return report_row(first)
+        return report_row(baseline(args, head, description, asi))
+    baseline(args, head)
     run = None
     try:
         with lock():
             check_edits()
             if TRAIN.read_bytes() != before:
                 raise Stop("train.py changed while the baseline ran. hint: give the command again")
-            run = Run.open("candidate", description, asi=asi)
+            run = Run.open("candidate", description, None, asi)
             commit_candidate(run)
         return report_row(decide(run, measure(run, run.data["commit"], gpu=args.gpu), args))
     except BaseException as error:
@@ -707,7 +707,7 @@ def present_baseline(record=None):
     return segment[0] if fits else None
 
 
-def baseline(args, description, commit, record=None):
+def baseline(args, commit, description="baseline", asi=None, record=None):
     """The row that the segment begins with; where none is present, this commit is run for it. Raises Stop, code 3.
 
     A failed baseline gets no row: a segment begins with a score, or nothing after it could be judged.
@@ -720,7 +720,7 @@ def baseline(args, description, commit, record=None):
             fcntl.flock(file, fcntl.LOCK_EX)
         if first := present_baseline(record):
             return first
-        with extra_run("baseline", description, commit, gpu=args.gpu) as (run, outcome):
+        with extra_run("baseline", description, commit, asi, gpu=args.gpu) as (run, outcome):
             if outcome["status"] == "scored":
                 row = append(make_row(run, outcome, "keep", "baseline", parent_metric=None), new_segment=True)
                 run.close(row)
@@ -737,7 +737,7 @@ def decide(run, outcome, args):
     if outcome["status"] == "scored" and not present_baseline(record):
         say("data, budget or device are not those of the log's last segment: a new segment needs its own baseline")
         try:
-            baseline(args, "baseline", run.data["parent"], record)
+            baseline(args, run.data["parent"], record=record)
             if not present_baseline(record):
                 raise Stop("the baseline was measured on other data or another device than the candidate")
         except Stop as stop:

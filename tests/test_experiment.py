@@ -681,8 +681,8 @@ def test_half_a_last_line_is_put_aside_and_the_log_stays_strict(based):
 def test_a_segment_that_has_only_its_config_line_is_begun_not_doubled(cycle, half):
     config = {"type": "config", "name": "x", "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
     (cycle.root / "autoresearch.jsonl").write_text(json.dumps(config) + "\n" + half)
-    cycle.run("baseline")
-    assert [(r["run"], r["segment"], r["status"]) for r in cycle.rows()] == [(1, 0, "keep")]
+    cycle.run("begin", "--asi", '{"learned": "a"}')
+    assert [(r["run"], r["segment"], r["status"], r["asi"]) for r in cycle.rows()] == [(1, 0, "keep", {"learned": "a"})]
     with open(cycle.root / "autoresearch.jsonl", "a") as log:
         log.write("a note by hand\n")
     cycle.edit(0.9)
