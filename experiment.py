@@ -42,8 +42,9 @@ FLOOR_GUESS = 0.002  # bits per byte; what `run` takes for noise until `noise` h
 CONFIRM_PAIRS = 2  # candidate and incumbent runs that --confirm adds, each pair on its own seed
 CHECKS_LIMIT = 300  # seconds for autoresearch.checks.sh
 MIN_FREE_MB = 100
-METRICS = ("peak_memory_mb", "mfu_percent", "training_seconds", "total_seconds", "num_steps", "total_tokens_m",
-           "num_params_m")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+METRICS = ("peak_memory_mb", "mfu_percent", "training_seconds", "total_seconds", "num_steps", "total_tokens_m", "num_params_m")
+UNMARKED = "logits repeat only to"  # a mark of prepare.py that names a limit of its check, no fault of the run
 REASONS = {1: "crash", 2: "refused", 3: "nan", 4: "oom", 5: "void", 124: "timeout", 130: "interrupted"}
 
 
@@ -68,10 +69,9 @@ def say(text):
 
 def git(*args, at=ROOT, text=None, hooks=False):
     """Git's output, by argument list: no text is ever a shell word. Raises Stop with git's own words."""
-    quiet = [] if hooks else ["-c", "core.hooksPath=/dev/null"]
+    command = ["git", *([] if hooks else ["-c", "core.hooksPath=/dev/null"]), *args]
     try:
-        done = subprocess.run(["git", *quiet, *args], cwd=at, input=text, capture_output=True, encoding="utf-8",
-                              errors="replace")
+        done = subprocess.run(command, cwd=at, input=text, capture_output=True, encoding="utf-8", errors="replace")
     except FileNotFoundError:
         raise Stop("git is not installed. hint: install it, the cycle is made of commits") from None
     if done.returncode:
@@ -85,25 +85,29 @@ def git_try(*args, at=ROOT):
         return git(*args, at=at)
 
 
+def try_lock(file):
+    """Whether we hold the file's lock now; it is given up when the file is closed or the process ends."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 @contextlib.contextmanager
-def lock(name="lock"):
+def lock():
     """One process at a time, and Ctrl-C waits until the end: what is inside is done whole or not at all."""
     STATE.mkdir(exist_ok=True)
-    with open(STATE / name, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if name != "lock":
-                say("waiting for the baseline that another run is making")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with open(STATE / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         waiting = []
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if name == "lock" else ()
-        before = {s: signal.signal(s, lambda *_: waiting.append(1)) for s in signals}
+        ours = [number for number in SIGNALS if signal.getsignal(number) is signal.default_int_handler]
+        for number in ours:
+            signal.signal(number, lambda *_: waiting.append(1))
         try:
             yield
         finally:
-            for s, handler in before.items():
-                signal.signal(s, handler)
+            for number in ours:
+                signal.signal(number, signal.default_int_handler)
         if waiting:
             raise KeyboardInterrupt
 
@@ -122,14 +126,15 @@ def strict_json(text):
 
 def read_log():
     """All rows in order. Rows of other tools get our keys; half a last line or an edit by hand is passed over."""
-    rows = []
+    rows, segment = [], -1
+    blank = dict.fromkeys(("commit", "status", "description", "reason", "id"), "")
+    blank |= {"metrics": {}, "asi": {}, "timestamp": 0, "seconds": 0}
     for line in LOG.read_text(errors="replace").split("\n") if LOG.exists() else []:
         with contextlib.suppress(ValueError):
             row = strict_json(line)
+            segment += row.get("type") == "config"
             if isinstance(row.get("run"), int) and isinstance(row.get("metric"), (int, float)):
-                blank = dict.fromkeys(("commit", "status", "description", "reason", "id"), "")
-                blank |= {"metrics": {}, "asi": {}, "segment": 0, "timestamp": 0, "seconds": 0, "confidence": None}
-                rows.append(blank | {"commit_id": row.get("commit")} | row)
+                rows.append(blank | {"commit_id": row.get("commit")} | row | {"segment": max(segment, 0)})
     return rows
 
 
@@ -159,7 +164,7 @@ def confidence(rows):
         return None
     middle = statistics.median(scores)
     spread = statistics.median(abs(s - middle) for s in scores)
-    gain = abs(best(rows)["metric"] - rows[0]["metric"])
+    gain = abs(best(rows)["metric"] - kept(rows)[0]["metric"])
     return round(gain / spread, 3) if spread and gain else None
 
 
@@ -170,34 +175,36 @@ def append(row, new_segment=False):
     segment = rows[-1]["segment"] + new_segment if rows else 0
     row |= {"run": len(rows) + 1, "segment": segment}
     row["confidence"] = confidence([r for r in rows if r["segment"] == segment] + [row])
-    lines = [row]
-    if new_segment:
-        lines.insert(0, {"type": "config", "name": ROOT.name, "metricName": "val_bpb", "metricUnit": "bpb"})
-        lines[0]["bestDirection"] = "lower"
-    data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
-    file = os.open(LOG, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(file).st_size
-        tail = os.pread(file, size, 0).rpartition(b"\n")[2]
+    config = {"type": "config", "name": ROOT.name, "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
+    with open(LOG, "ab+", buffering=0) as file:
+        begun = re.match(rb'{"type": ?"config"', last_line(file))  # by another tool, or before a power cut
+        lines = [config, row] if new_segment and not begun else [row]
+        data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
+        size = file.seek(0, os.SEEK_END)
         try:
-            if tail:  # a whole line that only lacks its end
-                strict_json(tail)
-                data = b"\n" + data
-        except ValueError:  # half a line, left by a power cut: it goes aside, strict readers would stop at it
-            with open(STATE / "torn.txt", "ab") as torn:
-                torn.write(tail + b"\n")
-            size -= len(tail)
-            os.ftruncate(file, size)
-        try:
-            while data:
-                data = data[os.write(file, data) :]
-            os.fsync(file)
+            if file.write(data) < len(data):
+                raise OSError("the log could not be written whole")
+            os.fsync(file.fileno())
         except OSError:
-            os.ftruncate(file, size)  # the open record still has the row: the next command writes it
+            file.truncate(size)  # half a line would stop strict readers; the next command logs the run as interrupted
             raise
-    finally:
-        os.close(file)
     return row
+
+
+def last_line(file):
+    """The log's last line, mended: half a line, left by a power cut, goes aside; a whole one without an end gets it."""
+    file.seek(0)
+    *lines, tail = file.read().split(b"\n")
+    try:
+        if tail:
+            strict_json(tail)
+            file.write(b"\n")
+            return tail
+    except ValueError:
+        with open(STATE / "torn.txt", "ab") as torn:
+            torn.write(tail + b"\n")
+        file.truncate(file.seek(0, os.SEEK_END) - len(tail))
+    return lines[-1] if lines else b""
 
 
 # ---- the verdict ----
@@ -220,7 +227,7 @@ def noise_floor(segment):
 
 def judge(score, reference, floor, lines=(0, 0), simpler=False):
     """(status, reason) by rule. `lines` is (added, removed); a gain must exceed the floor, never just equal it."""
-    gain = reference - score
+    gain = round(reference - score, 9)  # 1 - 0.998 is a little more than 0.002 in floating point
     if gain > floor:
         return "keep", "better"
     if simpler and lines[1] > lines[0] and gain >= -floor:
@@ -262,25 +269,27 @@ def check_disk():
     free = shutil.disk_usage(ROOT).free / 2**20
     if free < MIN_FREE_MB:
         raise Stop(f"{free:.0f} MB free, a run wants {MIN_FREE_MB}. hint: old run folders in .autoresearch/runs may go")
-    return f"{free / 1024:.1f} GB free"
+    cache = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
+    return f"{free / 1024:.1f} GB free; the data in {cache} {'are there' if cache.exists() else 'are made by the first run'}"
 
 
 def check_git():
     """The branch takes commits that belong to nobody else."""
-    if git_try("rev-parse", "--git-dir") is None:
-        raise Stop("no git repository here. hint: git init -b autoresearch/start && git add -A && git commit -m start")
-    if git_try("rev-parse", "-q", "--verify", "HEAD") is None:
-        raise Stop("no commit yet. hint: git add -A && git commit -m start")
-    if git_try("ls-files", "--error-unmatch", "train.py") is None:
-        raise Stop("git does not track train.py. hint: git add train.py && git commit -m start")
+    start = "git add -A && git commit -m start"
+    switch = f"hint: git switch -c autoresearch/{time.strftime('%b%d').lower()}"
+    try:
+        git("rev-parse", "--git-dir")
+    except Stop as stop:  # no repository, one of another owner, or no git
+        raise Stop(f"{stop}. hint: if there is no repository yet: git init -b autoresearch/start && {start}") from None
+    if git_try("cat-file", "-e", "HEAD:./train.py") is None:
+        raise Stop(f"train.py is in no commit yet. hint: {start}")
     if git_try("var", "GIT_AUTHOR_IDENT") is None or git_try("var", "GIT_COMMITTER_IDENT") is None:
         raise Stop("git has no identity. hint: git config user.name NAME && git config user.email ADDRESS")
     branch = git_try("symbolic-ref", "-q", "--short", "HEAD")
-    switch = f"hint: git switch -c autoresearch/{time.strftime('%b%d').lower()}"
     if branch is None:
         raise Stop(f"HEAD is detached: commits here would belong to no branch. {switch}")
-    default = (git_try("symbolic-ref", "-q", "--short", "refs/remotes/origin/HEAD") or "").removeprefix("origin/")
-    if branch in ("main", "master", default):
+    default = git_try("symbolic-ref", "-q", "--short", "refs/remotes/origin/HEAD") or ""
+    if branch in ("main", "master", default.removeprefix("origin/")):
         raise Stop(f"on the default branch '{branch}'. {switch}")
     return f"branch {branch} at {git('rev-parse', '--short', 'HEAD')}"
 
@@ -289,11 +298,8 @@ def check_fixed():
     """The fixed files are those of the commit at which the session began: the rule of autoresearch.sh."""
     if git_try("rev-parse", "-q", "--verify", SESSION) is None:
         git("update-ref", SESSION, "HEAD")
-    changed = []
-    for name in FIXED:
-        start = git_try("rev-parse", "-q", "--verify", f"{SESSION}:./{name}")
-        if start != git_try("hash-object", "--no-filters", name):
-            changed.append(name)
+    changed = [name for name in FIXED if git_try("rev-parse", "-q", "--verify", f"{SESSION}:./{name}")
+               != git_try("hash-object", "--no-filters", name)]
     if changed:
         names = " ".join(changed)
         raise Stop(f"fixed file changed since the session began: {names}. hint: 'git checkout {SESSION} -- {names}' "
@@ -312,17 +318,24 @@ def check_edits():
         tree = ast.parse(TRAIN.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         raise Stop(f"train.py does not parse: {error}. hint: fix it, no run was spent") from None
-    for node in ast.walk(tree):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
-        for name in (n.split(".")[0] for n in names if n):
-            for path in (f"{name}.py", f"{name}/__init__.py"):
-                if (ROOT / path).exists() and git_try("ls-files", "--error-unmatch", path) is None:
-                    raise Stop(f"train.py imports {path}, which is not committed, so no run can see it. "
-                               "hint: put the code into train.py")
-    return f"train.py {'changed' if train_changed() else 'as at HEAD'}"
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [[node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] for node in imports]
+    modules = {name.split(".")[0] for several in names for name in several}
+    for path in git("ls-files", "--others", "--", ":(glob)*.py", ":(glob)*/__init__.py").splitlines():
+        if path.split("/")[0].removesuffix(".py") in modules:
+            raise Stop(f"train.py imports {path}, which is not committed, so no run can see it. hint: put the code into train.py")
+    return "nothing but train.py differs from HEAD"
 
 
-CHECKS = (check_python, check_disk, check_git, check_fixed, check_edits)
+def check_idea():
+    if train_changed():
+        return "train.py changed"
+    if present_baseline():
+        raise Stop("train.py did not change since HEAD, except in comments or whitespace. hint: edit it first")
+    return "the next run makes the baseline"
+
+
+CHECKS = (check_python, check_disk, check_git, check_fixed, check_edits, check_idea)
 
 
 def train_changed():
@@ -333,11 +346,9 @@ def train_changed():
 
 
 def time_budget():
-    seconds = os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300
-    try:
-        return float(seconds)
-    except ValueError:
-        raise Stop(f"AUTORESEARCH_TIME_BUDGET={seconds} is not a number of seconds") from None
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get("AUTORESEARCH_TIME_BUDGET") or 300)
+    raise Stop("AUTORESEARCH_TIME_BUDGET is not a number of seconds")
 
 
 # ---- the open record: what is under way, readable after a kill ----
@@ -352,13 +363,13 @@ class Run:
         self.tree = STATE / "worktrees" / self.data["id"]
 
     @classmethod
-    def open(cls, kind, description, commit=None, asi=None):
+    def open(cls, kind, description, commit, asi):
         """`kind` is candidate, baseline or probe. The caller holds the lock."""
         name = secrets.token_hex(6)
         folder = STATE / "runs" / f"open-{kind}-{name}"
         folder.mkdir(parents=True)
         owner = open(folder / "lock", "w")  # noqa: SIM115  held until this process ends
-        fcntl.flock(owner, fcntl.LOCK_EX)
+        try_lock(owner)
         (folder / "reserve").write_bytes(bytes(2**20))  # given back for the row and the revert, should the disk be full
         data = {"id": name, "kind": kind, "description": description, "asi": asi or {}, "commit": commit}
         data |= {"parent": git("rev-parse", "HEAD"), "branch": git("symbolic-ref", "HEAD")}
@@ -371,15 +382,28 @@ class Run:
         self.data |= changes
         write_synced(self.folder / "record.json", self.data)
 
-    def close(self, name):
-        """Remove the worktree, keep the folder under its final name."""
-        keep_run_log(self)
-        remove_tree(self.tree)
+    def checkout(self, commit):
+        """A clean detached worktree; returns the folder in it that corresponds to ours."""
+        self.clear()
+        git("worktree", "add", "--quiet", "--detach", str(self.tree), commit)
+        return self.tree / git("rev-parse", "--show-prefix")
+
+    def clear(self):
+        """Remove the worktree, but for the run's log."""
+        log = self.tree / git("rev-parse", "--show-prefix") / "run.log"
+        if log.exists():
+            log.replace(self.folder / "run.log")
+        shutil.rmtree(self.tree, ignore_errors=True)
+        git("worktree", "prune")
+
+    def close(self, row, otherwise="interrupted"):
+        """Keep the folder under its final name: that of its row, or what it was instead."""
+        self.clear()
         for spare in ("lock", "reserve"):
             (self.folder / spare).unlink(missing_ok=True)
-        target = self.folder.with_name(name)
+        target = folder_of(row) if row else self.folder.with_name(f"{otherwise}-{self.data['id']}")
         if target.exists():  # of a log that was deleted and begun again
-            target.rename(target.with_name(f"{name}-before-{self.data['id']}"))
+            target.rename(f"{target}-before-{self.data['id']}")
         self.folder = self.folder.rename(target)
 
 
@@ -393,29 +417,15 @@ def write_synced(path, data):
     new.replace(path)
 
 
+def folder_of(row):
+    return STATE / "runs" / f"{row['run']}-{row['commit']}"
+
+
 def open_folders(kind="*"):
     return sorted((STATE / "runs").glob(f"open-{kind}-*"))
 
 
 # ---- one measurement in its own worktree ----
-
-
-def make_tree(tree, commit):
-    """A clean detached checkout of the commit; returns the folder in it that corresponds to ours."""
-    remove_tree(tree)
-    git("worktree", "add", "--quiet", "--detach", str(tree), commit)
-    return tree / git("rev-parse", "--show-prefix")
-
-
-def remove_tree(tree):
-    shutil.rmtree(tree, ignore_errors=True)
-    git("worktree", "prune")
-
-
-def keep_run_log(run):
-    log = run.tree / git("rev-parse", "--show-prefix") / "run.log"
-    if log.exists():
-        log.replace(run.folder / "run.log")
 
 
 def start_time(pid):
@@ -456,21 +466,19 @@ def call(run, command, here, env, log, limit=None):
 
 def measure(run, commit, seed=None, gpu=None):
     """Run the commit's train.py through autoresearch.sh and return what came of it, after the record it left."""
-    here = make_tree(run.tree, commit)
+    here = run.checkout(commit)
     git("checkout", "--quiet", SESSION, "--", *[f for f in FIXED if (ROOT / f).exists()], at=here)
     env = {**os.environ, "AUTORESEARCH_PYTHON": sys.executable, "AUTORESEARCH_RUN_DIR": str(run.folder)}
-    for name in ("AUTORESEARCH_CACHE", "AUTORESEARCH_DATA"):
-        if env.get(name):
-            env[name] = str(ROOT / Path(env[name]).expanduser())  # relative ones are meant from here
-    if seed is not None:
-        env["AUTORESEARCH_SEED"] = str(seed)
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
+    for name in ("AUTORESEARCH_CACHE", "AUTORESEARCH_DATA"):  # relative paths are meant from here
+        path = ROOT / Path(env.get(name, "")).expanduser()
+        if env.get(name) and (path.exists() or name == "AUTORESEARCH_CACHE"):  # data may also have a name: embedded
+            env[name] = str(path)
+    env |= {} if seed is None else {"AUTORESEARCH_SEED": str(seed)}
+    env |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     say(f"running {short(run.data['description'])!r}; its log: {here / 'run.log'}")
     begin = time.monotonic()
     code, printed = call(run, ["bash", "autoresearch.sh"], here, env, "harness.log")
     outcome = read_outcome(run.folder, code, printed) | {"seconds": round(time.monotonic() - begin, 1)}
-    keep_run_log(run)
     checks = next((c for c in (here / "autoresearch.checks.sh", ROOT / "autoresearch.checks.sh") if c.exists()), None)
     if checks and outcome["status"] == "scored":
         code, _ = call(run, ["bash", "-c", 'bash "$0" >&2', str(checks)], here, env, "checks.log", CHECKS_LIMIT)
@@ -480,39 +488,45 @@ def measure(run, commit, seed=None, gpu=None):
     return outcome
 
 
+def failure(reason, detail):
+    """The outcome of a run without a score; numbers of a failure are 0."""
+    return {"status": "crash", "reason": reason, "detail": detail, "score": 0, "metrics": {}, "record": {}, "seconds": 0}
+
+
 def read_outcome(folder, code, printed):
     """Status, reason, score, metrics and record of a run that ended with this exit code of autoresearch.sh."""
-    failed = {"status": "crash", "reason": REASONS.get(code, "crash"), "score": 0, "metrics": {}, "record": {}}
     said = [line[14:] for line in (folder / "harness.log").read_text(errors="replace").splitlines()
-            if line.startswith("autoresearch: ")]
-    until = next((i for i, line in enumerate(said) if line.startswith("last 50 lines")), len(said))
-    detail = said[until - 1][:300] if until else ""
+            if line.startswith("autoresearch: ") and "last 50 lines" not in line]
     if code:
-        return failed | {"detail": detail or f"autoresearch.sh ended with {code}"}
+        return failure(REASONS.get(code, "crash"), said[-1][:300] if said else f"autoresearch.sh ended with {code}")
     try:
         record = strict_json((folder / "eval.jsonl").read_text())
         score = round(float(record["val_bpb"]), 6)
         if not 0 < score < math.inf:
             raise ValueError(f"val_bpb {score} is not a positive number")
-        record.setdefault("budget", time_budget())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return failed | {"reason": "void", "detail": f"no usable record: {error}"}
+        return failure("void", f"no usable record: {error}")
     found = re.findall(r"^METRIC (\w+)=(-?[0-9.]+)$", printed, re.M)
-    metrics = {name.lower(): float(value) for name, value in found}
-    return {"status": "scored", "reason": "", "detail": "", "score": score, "metrics": metrics, "record": record}
+    scored = {"score": score, "metrics": {name.lower(): float(value) for name, value in found}, "record": record}
+    marks = [mark for mark in (record.get("marks") or "").split("; ") if mark and not mark.startswith(UNMARKED)]
+    if marks:  # steps outside the clock, overlong training: no fair score, so it is never the incumbent
+        return scored | {"status": "discard", "reason": "marked", "detail": "; ".join(marks)}
+    return scored | {"status": "scored", "reason": "", "detail": ""}
 
 
-def measure_extra(kind, description, commit, **how):
-    """A run that is not a candidate: nothing to revert, so its folder is closed here. Returns (run, outcome)."""
+@contextlib.contextmanager
+def extra_run(kind, description, commit, asi=None, **how):
+    """Measures a commit that is no candidate, and yields (run, outcome) under the lock. There is nothing to revert."""
     with lock():
-        run = Run.open(kind, description, commit)
+        run = Run.open(kind, description, commit, asi)
     try:
         outcome = measure(run, commit, **how)
     except BaseException:
         with lock():
             mend(run)
         raise
-    return run, outcome
+    with lock():
+        yield run, outcome
 
 
 # ---- keep or revert ----
@@ -525,40 +539,39 @@ def commit_candidate(run):
     try:
         git("commit", "--quiet", "--file=-", "--", "train.py", text=message, hooks=True)
     except Stop as refusal:
-        if TRAIN.read_bytes() != before:
-            TRAIN.write_bytes(before)
-        run.close(f"refused-{run.data['id']}")
+        TRAIN.write_bytes(before)
+        run.close(None, "refused")
         raise Stop(f"{refusal}\nnothing was committed. hint: a pre-commit hook may want train.py changed") from None
     run.save(commit=git("rev-parse", "HEAD"))
-    diff = git("diff", run.data["parent"], run.data["commit"], "--", "train.py")
+    diff = git("diff-tree", "-p", run.data["parent"], run.data["commit"], "--", "train.py")
     (run.folder / "train.diff").write_text(diff + "\n", errors="replace")
 
 
-def settle(run):
+def settle(run, row):
     """Do what the row says: keep, or revert exactly this commit. Safe to repeat. The caller holds the lock."""
-    row, branch = run.data["row"], run.data["branch"]
-    incumbent = (kept(current(read_log())) or [row])[-1]
-    if git_try("rev-parse", "-q", "--verify", branch) is None:
-        say(f"{branch} is gone: nothing to revert")
+    incumbent = next(reversed(kept(current(read_log()))), None)  # None in a log that was deleted meanwhile
+    if git_try("rev-parse", "-q", "--verify", run.data["branch"]) is None:
+        say(f"{run.data['branch']} is gone: nothing to revert")
     else:
         if row["status"] != "keep":
             revert(run, incumbent)
-        if len(open_folders("candidate")) == 1:  # ours; with runs side by side the last one does it
+        if incumbent and len(open_folders("candidate")) == 1:  # ours; with runs side by side the last one does it
             restore_incumbent(run, incumbent)
         sync_checkout(run)
-    run.close(f"{row['run']}-{row['commit']}")
+    run.close(row)
+
+
+def is_ancestor(old, new):
+    return git_try("merge-base", "--is-ancestor", old, new) is not None
 
 
 def revert(run, incumbent):
-    commit, branch = run.data["commit"], run.data["branch"]
-    if git_try("merge-base", "--is-ancestor", commit, incumbent["commit_id"]) is not None:
+    commit = run.data["commit"]
+    if incumbent and is_ancestor(commit, incumbent["commit_id"]):
         return say(f"the change {commit[:7]} stays: kept run {incumbent['run']} was measured with it")
-    here, tip = make_tree(run.tree, branch), git("rev-parse", branch)
-    if git_try("revert", "--no-commit", commit, at=here) is None:
-        return say(f"{commit[:7]} can't be reverted: its lines were changed since. hint: git revert {commit[:7]}")
-    if git_try("diff", "--cached", "--quiet", "HEAD", at=here) is None:  # else it is reverted already
-        subject = git("log", "-1", "--format=%s", commit)
-        commit_in(run, here, tip, f'Revert "{subject}"\n\nThis reverts commit {commit}.')
+    message = f'Revert "{git("log", "-1", "--format=%s", commit)}"\n\nThis reverts commit {commit}.'
+    if not commit_on_branch(run, message, "revert", "--no-commit", commit):
+        say(f"{commit[:7]} can't be reverted: its lines were changed since. hint: git revert {commit[:7]}")
 
 
 def restore_incumbent(run, incumbent):
@@ -568,29 +581,31 @@ def restore_incumbent(run, incumbent):
     A commit that a person made since then ends the rule: nothing of theirs is taken back.
     """
     good, branch = incumbent["commit_id"], run.data["branch"]
-    if git_try("merge-base", "--is-ancestor", good, branch) is None:
+    if not is_ancestor(good, branch) or git("rev-parse", f"{good}:./train.py") == git("rev-parse", f"{branch}:./train.py"):
         return
     since = git("log", "--format=%B%x00", f"{good}..{branch}", "--", "train.py").split("\0")
-    if any(message.strip() and TRAILER not in message for message in since):
-        return
-    if git("rev-parse", f"{good}:./train.py") == git("rev-parse", f"{branch}:./train.py"):
-        return
-    here, tip = make_tree(run.tree, branch), git("rev-parse", branch)
-    git("checkout", "--quiet", good, "--", "train.py", at=here)
-    commit_in(run, here, tip, f"Restore train.py of kept run {incumbent['run']}")
+    if all(TRAILER in message for message in since if message.strip()):
+        message = f"Restore train.py of kept run {incumbent['run']}"
+        commit_on_branch(run, message, "checkout", "--quiet", good, "--", "train.py")
 
 
-def commit_in(run, here, tip, message):
-    """Commit what is staged in the run's worktree and move the branch there, without touching the user's files."""
-    git("commit", "--quiet", "--file=-", at=here, text=f"{message}\n\n{TRAILER}{run.data['id']}\n")
-    if run.data.get("blob") is None:
-        run.save(blob=git("rev-parse", f"{tip}:./train.py"))
-    git("update-ref", run.data["branch"], git("rev-parse", "HEAD", at=here), tip)
+def commit_on_branch(run, message, *change):
+    """Commit what a git command stages, without touching the user's files; False when git refuses the change."""
+    branch, tip = run.data["branch"], git("rev-parse", run.data["branch"])
+    here = run.checkout(tip)
+    if git_try(*change, at=here) is None:
+        return False
+    if git_try("diff", "--cached", "--quiet", "HEAD", at=here) is None:  # else it was done before
+        git("commit", "--quiet", "--file=-", at=here, text=f"{message}\n\n{TRAILER}{run.data['id']}\n")
+        if "blob" not in run.data:
+            run.save(blob=git("rev-parse", f"{tip}:./train.py"))
+        git("update-ref", branch, git("rev-parse", "HEAD", at=here), tip)
+    return True
 
 
 def sync_checkout(run):
     """After the branch moved: bring train.py along if the user has not edited it since, else leave it alone."""
-    if run.data.get("blob") is None or git_try("symbolic-ref", "-q", "HEAD") != run.data["branch"]:
+    if "blob" not in run.data or git_try("symbolic-ref", "-q", "HEAD") != run.data["branch"]:
         return
     now = git_try("hash-object", "train.py")
     if now == run.data["blob"]:
@@ -603,57 +618,57 @@ def sync_checkout(run):
 def finish(run, outcome, status, reason, **ours):
     """Row first, git second. The caller holds the lock."""
     (run.folder / "reserve").unlink(missing_ok=True)
-    run.save(row=append(make_row(run, outcome, status, reason, **ours)))
-    settle(run)
-    return run.data["row"]
+    row = append(make_row(run, outcome, status, reason, **ours))
+    settle(run, row)
+    return row
 
 
 def mend(run, detail="interrupted"):
     """Finish a run that ended halfway, from any point of it. The caller holds the lock."""
     data = run.data
-    if data.get("pid") and data["started"] and start_time(data["pid"]) == data["started"]:
+    if data.get("started") and start_time(data["pid"]) == data["started"]:
         stop_process(data["pid"])
     row = next((r for r in read_log() if r["id"] == data["id"]), None)
-    if data["kind"] == "candidate" and not data["commit"]:
-        found = git_try("log", "--format=%H", "--fixed-strings", f"--grep={TRAILER}{data['id']}", data["branch"], "-1")
-        data["commit"] = found or None
+    if not data["commit"]:
+        data["commit"] = git_try("log", "-1", "--format=%H", "--fixed-strings", f"--grep={TRAILER}{data['id']}", data["branch"])
     if data["kind"] != "candidate" or not data["commit"]:  # nothing to undo: the user's edit is still in train.py
-        run.close(f"{row['run']}-{row['commit']}" if row else f"interrupted-{data['id']}")
+        run.close(row)
     elif row:
-        run.save(row=row)
-        settle(run)
+        settle(run, row)
     else:
-        outcome = {"score": 0, "metrics": {}, "record": {}, "detail": detail, "seconds": 0}
-        row = finish(run, outcome, "crash", "interrupted")
+        row = finish(run, failure("interrupted", detail), "crash", "interrupted")
         say(f"run {row['run']} ({short(row['description'])!r}) is logged as crash: {detail}. "
             f"hint: 'git checkout {row['commit']} -- train.py' brings its code back")
 
 
 def recover():
     """Finish what a killed command left open; runs whose process lives are left alone. The caller holds the lock."""
-    folders = open_folders()
-    if not folders:
-        return
-    index = Path(ROOT / git("rev-parse", "--git-path", "index.lock"))
-    for _ in range(50):  # a git that outlived its command is about to commit
-        if not index.exists():
-            break
-        time.sleep(0.1)
-    else:
-        raise Stop(f"git is busy in this checkout. hint: if no git is running, remove {index}")
-    for folder in folders:
+    for folder in open_folders():
         if not (folder / "record.json").exists():  # killed before anything was done
             shutil.rmtree(folder)
             continue
         with open(folder / "lock", "w") as owner:
-            try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(owner):
                 continue
+            index = ROOT / git("rev-parse", "--git-path", "index.lock")
+            until = time.monotonic() + 5
+            while index.exists():  # a git that outlived its killed command may be about to commit
+                if time.monotonic() > until:
+                    raise Stop(f"git is busy in this checkout. hint: if no git is running, remove {index}")
+                time.sleep(0.1)
             mend(Run(folder))
 
 
 # ---- the commands ----
+
+
+def look(*checks):
+    """Mend what a killed command left, make these checks, read the log: how every command begins."""
+    with lock():
+        recover()
+        for check in checks:
+            check()
+        return read_log()
 
 
 def run_command(args):
@@ -664,27 +679,18 @@ def run_command(args):
         asi = strict_json(args.asi)
     except ValueError as error:
         raise Stop(f"--asi {args.asi[:60]!r}: {error}. hint: --asi '{{\"hypothesis\": \"...\"}}'") from None
-    with lock():
-        recover()
-        for check in CHECKS:
-            check()
-        changed, before, head = train_changed(), TRAIN.read_bytes(), git("rev-parse", "HEAD")
-
-    def same_budget(first):
-        return key(first)[1] == time_budget()
-
-    row = baseline(args, "baseline" if changed else description, head, same_budget)
-    if not changed and not row:
-        raise Stop("train.py did not change since HEAD, except in comments or whitespace. hint: edit it first")
+    look(*CHECKS)
+    changed, before, head = train_changed(), TRAIN.read_bytes(), git("rev-parse", "HEAD")
     if not changed:
-        return report_row(row)
+        return report_row(baseline(args, head, description, asi))
+    baseline(args, head)
     run = None
     try:
         with lock():
             check_edits()
             if TRAIN.read_bytes() != before:
                 raise Stop("train.py changed while the baseline ran. hint: give the command again")
-            run = Run.open("candidate", description, asi=asi)
+            run = Run.open("candidate", description, None, asi)
             commit_candidate(run)
         return report_row(decide(run, measure(run, run.data["commit"], gpu=args.gpu), args))
     except BaseException as error:
@@ -694,110 +700,97 @@ def run_command(args):
         raise
 
 
-def baseline(args, description, commit, fits):
-    """Open a segment with a successful run of this commit; None when the present one fits. Raises Stop, code 3.
+def present_baseline(record=None):
+    """The first row of the log's last segment, if the record's score, or one of the present budget, may follow it."""
+    segment = current(read_log())
+    fits = best(segment) and (key(segment[0]) == key(record) if record else key(segment[0])[1] == time_budget())
+    return segment[0] if fits else None
+
+
+def baseline(args, commit, description="baseline", asi=None, record=None):
+    """The row that the segment begins with; where none is present, this commit is run for it. Raises Stop, code 3.
 
     A failed baseline gets no row: a segment begins with a score, or nothing after it could be judged.
     """
-
-    def present():
-        segment = current(read_log())
-        return best(segment) and fits(segment[0])
-
-    if present():
-        return None
-    with lock("baseline.lock"):
-        if present():  # a run side by side made it meanwhile
-            return None
-        run, outcome = measure_extra("baseline", description, commit, gpu=args.gpu)
-        with lock():
+    if first := present_baseline(record):
+        return first
+    with open(STATE / "baseline.lock", "w") as file:
+        if not try_lock(file):
+            say("waiting for the baseline that another run is making")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if first := present_baseline(record):
+            return first
+        with extra_run("baseline", description, commit, asi, gpu=args.gpu) as (run, outcome):
             if outcome["status"] == "scored":
                 row = append(make_row(run, outcome, "keep", "baseline", parent_metric=None), new_segment=True)
-                run.close(f"{row['run']}-{row['commit']}")
+                run.close(row)
                 return row
-            run.close(f"failed-baseline-{run.data['id']}")
-    show_log(run.folder)
+            run.close(None, "failed-baseline")
     raise Stop(f"the baseline fails as it is ({outcome['reason']}: {outcome['detail']}), so nothing can be judged. "
-               f"hint: see {run.folder}; then commit a train.py that runs", code=3)
+               f"hint: see {run.folder / 'run.log'}; then commit a train.py that runs", code=3)
 
 
 def decide(run, outcome, args):
     """The verdict by rule; returns the row, appended and acted upon."""
-    record, segment = outcome["record"], current(read_log())
-    if outcome["status"] == "scored" and not (segment and key(record) == key(segment[0])):
+    record, numstat = outcome["record"], git("diff-tree", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
+    lines = [int(number) for number in numstat.split()[:2]]
+    if outcome["status"] == "scored" and not present_baseline(record):
         say("data, budget or device are not those of the log's last segment: a new segment needs its own baseline")
         try:
-            baseline(args, "baseline", run.data["parent"], lambda first: key(first) == key(record))
-            if key(record) != key(current(read_log())[0]):
+            baseline(args, run.data["parent"], record=record)
+            if not present_baseline(record):
                 raise Stop("the baseline was measured on other data or another device than the candidate")
         except Stop as stop:
-            outcome |= {"status": "crash", "reason": "baseline", "score": 0, "metrics": {}, "detail": str(stop)[:300]}
-    numstat = git("diff", "--numstat", run.data["parent"], run.data["commit"], "--", "train.py")
-    added, removed = map(int, numstat.split()[:2])
+            outcome = failure("baseline", str(stop)[:300]) | {"record": record, "seconds": outcome["seconds"]}
     with lock():
         segment = current(read_log())
-        reference, floor = best(segment)["metric"], noise_floor(segment)
-        ours = {"parent_metric": reference, "floor": floor[0], "floor_source": floor[1], "lines": [added, removed]}
+        top, (floor, source) = best(segment), noise_floor(segment)
+        ours = {"parent_metric": top and top["metric"], "floor": floor, "floor_source": source, "lines": lines}
         if outcome["status"] != "scored":
             return finish(run, outcome, outcome["status"], outcome["reason"], **ours)
-        memory, usual = (o["metrics"].get("peak_memory_mb", 0) for o in (outcome, best(segment)))
+        memory, usual = (o["metrics"].get("peak_memory_mb", 0) for o in (outcome, top))
         if usual and memory > args.budget * usual:
             say(f"warning: peak memory {memory:.0f} MB is {memory / usual:.2f} times the best run's {usual:.0f} MB")
-        status, reason = judge(outcome["score"], reference, floor[0], (added, removed), args.simpler)
+        status, reason = judge(outcome["score"], top["metric"], floor, lines, args.simpler)
         if reason != "within noise" or not args.confirm:
             return finish(run, outcome, status, reason, **ours)
         incumbent = kept(segment)[-1]["commit_id"]
     pairs, seed = [], record.get("seed") or 1337
     for extra in range(1, CONFIRM_PAIRS + 1):
         sides = [measure_probe(commit, seed + extra, args.gpu) for commit in (run.data["commit"], incumbent)]
-        pairs.append([outcome["score"] for outcome in sides])
+        pairs.append([side["score"] * (side["status"] == "scored") for side in sides])
     with lock():
         if all(map(all, pairs)):
-            status, reason = confirmed(pairs, floor[0])
+            status, reason = confirmed(pairs, floor)
         return finish(run, outcome, status, reason, **ours, confirm=pairs)
 
 
 def measure_probe(commit, seed, gpu=None):
     """One more run of a commit on another seed, for a mean; it has a folder, and no row of its own."""
-    run, outcome = measure_extra("probe", f"{commit[:7]} on seed {seed}", commit, seed=seed, gpu=gpu)
-    with lock():
-        run.close(f"seed-{seed}-{commit[:7]}-{run.data['id']}")
+    with extra_run("probe", f"{commit[:7]} on seed {seed}", commit, seed=seed, gpu=gpu) as (run, outcome):
+        run.close(None, f"seed-{seed}-{commit[:7]}")
     return outcome
 
 
 def report_row(row):
     """Print the verdict with its numbers; returns the exit code."""
-    print(f"run {row['run']} {row['status']} ({row['reason']}) {row['commit']} {short(row['description'])}")
+    print("run", one_line(row).strip())
     if row["metric"] and row.get("parent_metric"):
-        change = row["metric"] - row["parent_metric"]
-        print(f"val_bpb {row['metric']:.6f}, best before {row['parent_metric']:.6f}, change {change:+.6f}, "
-              f"noise floor {row['floor']:.6f} ({row['floor_source']})")
-    elif row["metric"]:
-        print(f"val_bpb {row['metric']:.6f}")
+        print(f"val_bpb {row['metric']:.6f}, best before {row['parent_metric']:.6f}, change "
+              f"{row['metric'] - row['parent_metric']:+.6f}, noise floor {row['floor']:.6f} ({row['floor_source']})")
     for name in ("detail", "confirm", "marks"):
         if row.get(name):
             print(f"{name}: {row[name]}")
-    folder = STATE / "runs" / f"{row['run']}-{row['commit']}"
-    print(f"folder {folder.relative_to(ROOT)}")
-    if row["status"] == "crash":
-        show_log(folder)
+    log = folder_of(row) / "run.log"
+    print(f"folder {log.parent.relative_to(ROOT)}")
+    if row["status"] == "crash" and log.exists():
+        print(f"last lines of {log}:", *log.read_text(errors="replace").splitlines()[-20:], sep="\n", file=sys.stderr)
     return int(row["status"] in ("crash", "checks_failed"))
 
 
-def show_log(folder):
-    log = folder / "run.log"
-    if log.exists():
-        lines = log.read_text(errors="replace").splitlines()[-20:]
-        print(f"last lines of {log}:", *lines, sep="\n", file=sys.stderr)
-
-
 def noise_command(args):
-    with lock():
-        recover()
-        for check in (check_python, check_disk, check_git, check_fixed):
-            check()
-    segment = current(read_log())
-    if not segment:
+    segment = current(look(check_python, check_disk, check_git, check_fixed))
+    if not kept(segment):
         raise Stop("nothing to measure yet. hint: uv run experiment.py run baseline")
     if args.repeats < 2:
         raise Stop(f"--repeats {args.repeats}: a standard deviation needs 2 or more")
@@ -819,13 +812,6 @@ def noise_command(args):
         say("all scores are equal. hint: does train.py use the seed?")
 
 
-def look():
-    """Mend what a killed command left, then read the log: how all commands that only show begin."""
-    with lock():
-        recover()
-    return read_log()
-
-
 def one_line(row, width=60):
     score = f"{row['metric']:.6f}" if row["metric"] else "-"
     text = f"{short(row['description'], width)} ({row['reason']})"
@@ -837,7 +823,7 @@ def summary(rows):
     segment, top = current(rows), best(current(rows))
     if not top:
         return ["no scored run yet. hint: uv run experiment.py run baseline"]
-    first, floor = segment[0]["metric"], noise_floor(segment)
+    first, floor = kept(segment)[0]["metric"], noise_floor(segment)
     gain = first - top["metric"]
     lines = [
         f"best     {top['metric']:.6f} (run {top['run']}, {top['commit']}): {short(top['description'])}",
@@ -858,8 +844,9 @@ def summary(rows):
 def status_command(args):
     rows = look()
     print(*summary(rows), *map(one_line, rows[-5:]), sep="\n")
-    for folder in open_folders():
-        print(f"under way: {short(Run(folder).data['description'])!r}")
+    with lock():
+        for folder in open_folders():
+            print(f"under way: {short(Run(folder).data['description'])!r}")
 
 
 def resume_command(args):
@@ -867,31 +854,28 @@ def resume_command(args):
     rows = look()
     code = kept(current(rows))[-1]["commit"] if best(current(rows)) else "HEAD"
     branch = git_try("symbolic-ref", "-q", "--short", "HEAD")
-    head = [
+    lines = [
         "GOAL  lower val_bpb (bits per byte) within the fixed time budget. Rules in full: program.md.",
-        "RULES edit train.py only; one idea per run; never edit " + ", ".join(FIXED) + ";",
+        f"RULES edit train.py only; one idea per run; never edit {', '.join(FIXED)};",
         "      a gain below the noise floor is none; equal and shorter is one (--simpler); never stop by yourself.",
         f"CODE  the best train.py is that of {code}, on branch {branch}; a discarded one is in git: git show COMMIT",
         *summary(rows),
+        "TRIED (newest first)" if rows else "TRIED nothing yet",
     ]
-    next_step = 'NEXT  edit train.py, then: uv run experiment.py run "what it changes" --asi \'{"hypothesis": "..."}\''
-    notes, room = [], 3800 - len("\n".join([*head, next_step]))
-    for row in reversed(rows):  # the newest first, as many as there is room for
-        learned = f" {json.dumps(row['asi'])[:200]}" if row["asi"] else ""
-        notes.append(one_line(row, 80) + learned)
-        room -= len(notes[-1]) + 1
-        if room < 0:
-            notes[-1] = f"     ... older ones: uv run experiment.py report --tsv ({len(rows)} rows)"
+    for row in reversed(rows):
+        if len("\n".join(lines)) > 3300:
+            lines.append(f"     ... older ones: uv run experiment.py report --tsv ({len(rows)} rows)")
             break
-    print(*head, "TRIED (newest first)" if notes else "TRIED nothing yet", *notes, next_step, sep="\n")
+        lines.append(one_line(row, 80) + (f" {json.dumps(row['asi'])[:200]}" if row["asi"] else ""))
+    lines.append('NEXT  edit train.py, then: uv run experiment.py run "what it changes" --asi \'{"hypothesis": "..."}\'')
+    print("\n".join(lines))
 
 
 def check_command(args):
     """The same checks that `run` begins with; exit 0 only if it would start."""
     failed = 0
-    with contextlib.suppress(Stop):
-        look()
-    for check in (*CHECKS, check_idea):
+    look()
+    for check in CHECKS:
         try:
             print(f"ok    {check.__name__[6:]}: {check()}")
         except Stop as stop:
@@ -899,16 +883,7 @@ def check_command(args):
             failed = 2
             if check is check_git:
                 break  # the rest would only repeat it
-    cache = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
-    print(f"ok    data: {cache} {'is there' if cache.exists() else 'is made by the first run'}")
     return failed
-
-
-def check_idea():
-    segment = current(read_log())
-    if best(segment) and key(segment[0])[1] == time_budget() and not train_changed():
-        raise Stop("train.py is as at HEAD. hint: edit it, then run")
-    return "train.py changed" if train_changed() else "the next run makes the baseline"
 
 
 # ---- the report ----
@@ -919,18 +894,15 @@ def report_command(args):
     if args.tsv:
         print("commit", "val_bpb", "memory_gb", "status", "description", sep="\t")
         for row in rows:
-            score, memory = row["metric"], row["metrics"].get("peak_memory_mb", 0) / 1024
-            print(row["commit"], f"{score:.6f}" if score else "", f"{memory:.1f}", row["status"],
-                  short(row["description"], None), sep="\t")
-        return 0
-    while True:
-        write_report(rows, args.watch)
-        if not args.watch:
-            return 0
-        size = len(rows)
-        while len(rows) == size:
-            time.sleep(2)
-            rows = look()
+            score, memory = row["metric"] and f"{row['metric']:.6f}", row["metrics"].get("peak_memory_mb", 0) / 1024
+            print(row["commit"], score or "", f"{memory:.1f}", row["status"], short(row["description"], None), sep="\t")
+        return
+    write_report(rows, args.watch)
+    while args.watch:
+        time.sleep(2)
+        before, rows = rows, look()
+        if len(rows) != len(before):
+            write_report(rows, args.watch)
 
 
 def write_report(rows, watch):
@@ -947,7 +919,7 @@ def write_report(rows, watch):
 
 def run_files(row):
     """The diff and at most 150 points of the loss curve from a run's folder, if it is still there."""
-    folder, diff, curve = STATE / "runs" / f"{row['run']}-{row['commit']}", "", []
+    folder, diff, curve = folder_of(row), "", []
     with contextlib.suppress(OSError):
         diff = (folder / "train.diff").read_text(errors="replace").partition("\n@@")[2]
     with contextlib.suppress(OSError):
@@ -967,43 +939,40 @@ def draw(segment, floor, path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(11, 5.5), dpi=120)
-    steps, top = kept(segment), best(segment)
-    if top:
-        low, high = top["metric"], max(row["metric"] for row in steps)
-        room = max(high - low, 4 * floor)
-        axes.set_ylim(low - 0.15 * room, high + 0.45 * room)
-        axes.axhspan(low - floor, low + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
-        other = [(row["run"], min(row["metric"], high + 0.43 * room)) for row in segment
-                 if row["status"] != "keep" and row["metric"]]
-        failed = [row["run"] for row in segment if not row["metric"]]
-        axes.scatter(*zip(*other, strict=True) if other else ([], []), s=14, color="#9a9a9a", label="not kept")
-        axes.scatter(failed, [high + 0.43 * room] * len(failed), s=18, marker="x", color="#c2410c", label="failed")
-        x, y = [row["run"] for row in steps], [row["metric"] for row in steps]
-        axes.step([*x, segment[-1]["run"]], [*y, y[-1]], where="post", color="#1f9d63", lw=1.5)
-        axes.scatter(x, y, s=30, color="#1f9d63", zorder=3, label="kept")
-        spacing = max(1, (segment[-1]["run"] - x[0]) // 30)
-        last = -spacing
-        for row in steps:  # a label where there is room for one
-            if row["run"] - last >= spacing:
-                last = row["run"]
-                axes.annotate(short(row["description"], 32), (last, row["metric"]), rotation=30, fontsize=7,
-                              xytext=(3, 5), textcoords="offset points", parse_math=False)
-        axes.legend(loc="upper right", frameon=False, fontsize=8, ncols=4)
-        gain = segment[0]["metric"] - low
-        axes.set_title(f"{len(segment)} runs, {len(steps)} kept: {low:.6f}, {gain:.6f} below the baseline", loc="left")
-    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="run", ylabel="val_bpb (lower is better)")
     axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if steps := kept(segment):
+        x, y = [row["run"] for row in steps], [row["metric"] for row in steps]
+        room = max(max(y) - min(y), 4 * floor, 1e-6)
+        bottom, top = min(y) - 0.13 * room, max(y) + 0.43 * room
+        axes.set_ylim(bottom - 0.02 * room, top + 0.02 * room)
+        axes.axhspan(min(y) - floor, min(y) + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
+        other = [row for row in segment if row["status"] != "keep" and row["metric"]]
+        axes.scatter([row["run"] for row in other], [max(bottom, min(row["metric"], top)) for row in other],
+                     s=14, color="#9a9a9a", label="not kept")
+        failed = [row["run"] for row in segment if not row["metric"]]
+        axes.scatter(failed, [top] * len(failed), s=18, marker="x", color="#c2410c", label="failed")
+        axes.step([*x, segment[-1]["run"]], [*y, y[-1]], where="post", color="#1f9d63", lw=1.5)
+        axes.scatter(x, y, s=30, color="#1f9d63", zorder=3, label="kept")
+        free = 0
+        for row in steps:  # a label where there is room for one
+            if row["run"] >= free:
+                free = row["run"] + max(1, len(segment) // 30)
+                axes.annotate(short(row["description"], 32), (row["run"], row["metric"]), rotation=30, fontsize=7,
+                              xytext=(3, 5), textcoords="offset points", parse_math=False)
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, ncols=4)
+        gain = y[0] - min(y)
+        axes.set_title(f"{len(segment)} runs, {len(steps)} kept: {min(y):.6f}, {gain:.6f} below the baseline", loc="left")
     figure.tight_layout()
     figure.savefig(path, format="png")
     plt.close(figure)
 
 
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>autoresearch</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>autoresearch</title>
 <style>
 :root { color-scheme: light dark; --bg: #fbfbfa; --ink: #1d1f21; --dim: #6a6f75; --line: #dddfe2; --soft: #f1f2f3;
   --keep: #117a4b; --discard: #858b92; --crash: #bf3d0a; --checks_failed: #94690a; }
@@ -1012,46 +981,39 @@ PAGE = """<!doctype html>
 body { margin: 0 auto; padding: 16px; max-width: 1080px; background: var(--bg); color: var(--ink);
   font: 15px/1.45 system-ui, sans-serif; }
 h1 { font-size: 20px; margin: 0 0 8px; } pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
-.summary { white-space: pre-wrap; color: var(--dim); margin-bottom: 12px; font: 13px/1.5 ui-monospace, monospace; }
-svg { display: block; width: 100%; }
-svg text { fill: var(--dim); font-size: 11px; stroke: var(--bg); stroke-width: 3px; paint-order: stroke; }
-svg .axis { stroke: var(--line); } .step { fill: none; stroke: var(--keep); stroke-width: 1.5; }
-.band { fill: var(--keep); opacity: .13; } .curve { fill: none; stroke: var(--ink); stroke-width: 1.2; }
-circle, .x { cursor: pointer; } .keep { --c: var(--keep); } .discard { --c: var(--discard); }
-.crash { --c: var(--crash); } .checks_failed { --c: var(--checks_failed); } circle { fill: var(--c); }
-.x { stroke: var(--c); stroke-width: 2; }
-#tip { position: absolute; pointer-events: none; max-width: 260px; padding: 6px 9px; border: 1px solid var(--line);
-  border-radius: 6px; background: var(--bg); font-size: 13px; white-space: pre-line; }
-.bar { display: flex; gap: 8px; margin: 12px 0; flex-wrap: wrap; align-items: center; }
+.dim { color: var(--dim); white-space: pre-wrap; overflow-wrap: anywhere; }
+.summary { font: 13px/1.5 ui-monospace, monospace; }
+.keep { --c: var(--keep); } .discard { --c: var(--discard); } .crash { --c: var(--crash); }
+.checks_failed { --c: var(--checks_failed); }
+svg { display: block; width: 100%; margin-top: 12px; } svg .axis { stroke: var(--line); }
+svg text { fill: var(--dim); font-size: 11px; }
+.step, .curve { fill: none; stroke: var(--keep); stroke-width: 1.5; } .band { fill: var(--keep); opacity: .13; }
+circle, .x { cursor: pointer; fill: var(--c); } .x { stroke: var(--c); stroke-width: 2; }
+.bar { display: flex; gap: 8px; margin: 12px 0; align-items: center; }
 select, input { font: inherit; color: inherit; background: var(--soft); border: 1px solid var(--line);
   border-radius: 6px; padding: 5px 8px; min-width: 0; } input { flex: 1; }
-table { width: 100%; border-collapse: collapse; } td, th { padding: 5px 8px; border-bottom: 1px solid var(--line);
-  text-align: left; vertical-align: top; } th { white-space: nowrap; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
-th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; }
+table { width: 100%; border-collapse: collapse; }
+td, th { padding: 5px 8px; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+th button { all: unset; cursor: pointer; color: var(--dim); font-weight: 600; white-space: nowrap; }
 th button:focus-visible { outline: auto; }
-tr.run { cursor: pointer; } tr.run:hover, tr.open { background: var(--soft); }
-.text { overflow-wrap: anywhere; width: 100%; }
-.status { color: var(--c); font-weight: 600; white-space: nowrap; }
-.detail > td { background: var(--soft); }
-.detail div { display: grid; gap: 10px; min-width: 0; grid-template-columns: minmax(0, 1fr); }
+[aria-sort=descending] button::after { content: " \\2193"; } [aria-sort=ascending] button::after { content: " \\2191"; }
+.n { text-align: right; font-variant-numeric: tabular-nums; } .text { overflow-wrap: anywhere; width: 100%; }
+td.status { color: var(--c); font-weight: 600; white-space: nowrap; }
+tr.run { cursor: pointer; } tr.run:hover, tr.open, .detail { background: var(--soft); }
+.detail div { display: grid; gap: 10px; grid-template-columns: minmax(0, 1fr); }
 .add { color: var(--keep); } .del { color: var(--crash); }
-.dim { color: var(--dim); white-space: pre-wrap; overflow-wrap: anywhere; }
-@media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; font-size: 13px; }
-  body { padding: 12px; } }
+@media (max-width: 620px) { .wide { display: none; } td, th { padding: 5px 4px; font-size: 13px; } body { padding: 12px; } }
 </style></head><body>
-<h1></h1><div class="summary"></div>
-<svg id="chart" role="img" aria-label="val_bpb of each run"></svg><div id="tip" hidden></div>
+<h1></h1><div class="summary dim"></div><svg id="chart" role="img" aria-label="val_bpb of each run"></svg>
 <div class="bar"><select aria-label="status"><option value="">all</option><option>keep</option><option>discard</option>
 <option>crash</option><option>checks_failed</option></select>
-<input type="search" placeholder="filter by text" aria-label="text">
-<span id="count" class="dim"></span></div>
+<input type="search" placeholder="filter by text" aria-label="text"><span id="count" class="dim"></span></div>
 <table><thead><tr></tr></thead><tbody></tbody></table>
 <script id="data" type="application/json">/*data*/</script>
 <script>
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
 const $ = (selector) => document.querySelector(selector);
+const data = JSON.parse($("#data").textContent), runs = data.runs;
 const state = { sort: "run", down: true, status: "", text: "", open: [] };
 Object.assign(state, history.state); // what is open, sorted and filtered outlives the page's own reload
 const save = () => history.replaceState(state, "");
@@ -1061,43 +1023,39 @@ function element(parent, tag, attributes = {}, text = "") {
   const svg = parent instanceof SVGElement || tag === "svg";
   const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const name in attributes) node.setAttribute(name, attributes[name]);
-  if (text) node.textContent = text;
+  node.textContent = text;
   return parent.appendChild(node);
 }
-const score = (run) => run.metric ? run.metric.toFixed(6) : "";
-const change = (run) => run.metric && run.parent_metric ? run.metric - run.parent_metric : NaN;
-const signed = (x) => Number.isNaN(x) ? "" : (x > 0 ? "+" : "") + x.toFixed(6);
+const score = (r) => r.metric ? r.metric.toFixed(6) : "";
+const change = (r) => r.metric && r.parent_metric ? r.metric - r.parent_metric : NaN;
+const signed = (r) => Number.isNaN(change(r)) ? "" : (change(r) > 0 ? "+" : "") + change(r).toFixed(6);
 
-const columns = [["run", (r) => r.run, "n"], ["status", (r) => r.status, ""], ["val_bpb", (r) => r.metric || NaN, "n"],
-  ["change", change, "n wide"], ["seconds", (r) => r.seconds, "n wide"], ["description", (r) => r.description, "text"]];
+const columns = [ // name, class, what is sorted by, what is shown
+  ["run", "n", (r) => r.run, (r) => r.run], ["status", "status", (r) => r.status, (r) => r.status],
+  ["val_bpb", "n", (r) => r.metric || NaN, score], ["change", "n wide", change, signed],
+  ["seconds", "n wide", (r) => r.seconds, (r) => r.seconds.toFixed(0)],
+  ["description", "text", (r) => r.description, (r) => r.description.slice(0, 200)]];
 
 function table() {
-  const value = columns.find((c) => c[0] === state.sort)[1], words = state.text.toLowerCase();
+  const value = columns.find((c) => c[0] === state.sort)[2], words = state.text.toLowerCase();
   const shown = runs.filter((r) => (!state.status || r.status === state.status) &&
-    (r.description + " " + r.reason + " " + r.commit + " " + JSON.stringify(r.asi)).toLowerCase().includes(words));
+    [r.description, r.reason, r.commit, JSON.stringify(r.asi)].join(" ").toLowerCase().includes(words));
   shown.sort((a, b) => {
     const x = value(a), y = value(b);
     if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y); // no value: last, both ways
     return (x < y ? -1 : x > y ? 1 : a.run - b.run) * (state.down ? -1 : 1);
   });
-  const head = $("thead tr"), body = $("tbody");
-  head.replaceChildren(); body.replaceChildren();
-  for (const [name, , style] of columns) {
-    const arrow = name !== state.sort ? "" : state.down ? " \\u2193" : " \\u2191";
-    const order = !arrow ? "none" : state.down ? "descending" : "ascending";
-    const th = element(head, "th", { class: style, "aria-sort": order });
-    element(th, "button", { "data-sort": name }, name + arrow).onclick = () => {
+  $("thead tr").replaceChildren(); $("tbody").replaceChildren();
+  for (const [name, style] of columns) {
+    const order = name !== state.sort ? "none" : state.down ? "descending" : "ascending";
+    const th = element($("thead tr"), "th", { class: style, "aria-sort": order });
+    element(th, "button", { "data-sort": name }, name).onclick = () => {
       state.down = state.sort === name && !state.down; state.sort = name; table();
     };
   }
   for (const r of shown) {
-    const tr = element(body, "tr", { class: "run", tabindex: 0, "data-run": r.run });
-    element(tr, "td", { class: "n" }, r.run);
-    element(tr, "td", { class: "status " + r.status }, r.status);
-    element(tr, "td", { class: "n" }, score(r));
-    element(tr, "td", { class: "n wide" }, signed(change(r)));
-    element(tr, "td", { class: "n wide" }, r.seconds.toFixed(0));
-    element(tr, "td", { class: "text" }, r.description.slice(0, 200));
+    const tr = element($("tbody"), "tr", { class: "run " + r.status, tabindex: 0, "data-run": r.run });
+    for (const [, style, , show] of columns) element(tr, "td", { class: style }, show(r));
     tr.onclick = () => toggle(r, tr);
     tr.onkeydown = (event) => { if (event.key === "Enter") toggle(r, tr); };
     if (state.open.includes(r.run)) detail(r, tr);
@@ -1107,33 +1065,26 @@ function table() {
 }
 
 function toggle(r, tr) {
-  if (tr.classList.toggle("open")) {
-    state.open.push(r.run);
-    detail(r, tr);
-  } else {
-    state.open = state.open.filter((n) => n !== r.run);
-    tr.nextSibling.remove();
-  }
+  const open = tr.classList.contains("open");
+  state.open = state.open.filter((run) => run !== r.run).concat(open ? [] : [r.run]);
+  if (open) { tr.classList.remove("open"); tr.nextSibling.remove(); } else detail(r, tr);
   save();
 }
 
 function detail(r, tr) {
-  const row = document.createElement("tr"), cell = element(row, "td", { colspan: 6 }), box = element(cell, "div");
+  const row = document.createElement("tr"), box = element(element(row, "td", { colspan: 6 }), "div");
   tr.classList.add("open"); row.className = "detail"; tr.after(row);
   const facts = [r.description, [r.status, r.reason, r.detail, r.marks].filter(Boolean).join(": "),
     `commit ${r.commit}, segment ${r.segment}, data ${r.data_id ?? "-"}, ${r.device ?? "-"}, ` +
-    `budget ${r.budget ?? "-"} s, seed ${r.seed ?? "-"}, ${new Date(r.timestamp).toLocaleString()}`];
-  if (r.parent_metric)
-    facts.push(`best before ${score({ metric: r.parent_metric })}, noise floor ${r.floor} (${r.floor_source})`);
-  facts.push(Object.entries(r.metrics).map(([k, v]) => k + " " + v).join(", "));
+    `budget ${r.budget ?? "-"} s, seed ${r.seed ?? "-"}, ${new Date(r.timestamp).toLocaleString()}`,
+    Object.entries(r.metrics).map(([name, number]) => name + " " + number).join(", ")];
+  if (r.parent_metric) facts.push(`best before ${r.parent_metric.toFixed(6)}, noise floor ${r.floor} (${r.floor_source})`);
   element(box, "span", { class: "dim" }, facts.join("\\n"));
   if (Object.keys(r.asi).length) element(box, "pre", { class: "asi" }, JSON.stringify(r.asi, null, 1));
   if (r.curve.length > 1) curve(box, r.curve);
-  if (r.diff) {
-    const pre = element(box, "pre", { class: "diff" });
-    for (const line of r.diff.split("\\n"))
-      element(pre, "span", { class: { "+": "add", "-": "del" }[line[0]] || "dim" }, line + "\\n");
-  }
+  const diff = r.diff && element(box, "pre", { class: "diff" });
+  for (const line of r.diff ? r.diff.split("\\n") : [])
+    element(diff, "span", { class: { "+": "add", "-": "del" }[line[0]] || "dim" }, line + "\\n");
 }
 
 const path = (points) => "M" + points.map(([x, y]) => x.toFixed(1) + " " + y.toFixed(1)).join("L");
@@ -1142,50 +1093,39 @@ function curve(box, points) {
   const width = Math.max(240, Math.min(560, innerWidth - 70)), height = 130;
   const svg = element(box, "svg", { viewBox: `0 0 ${width} ${height}`, style: `max-width: ${width}px` });
   const losses = points.map((p) => p[1]), low = Math.min(...losses), high = Math.max(...losses);
-  const end = points[points.length - 1][0] || 1, last = losses[losses.length - 1];
-  const place = ([t, loss]) => [4 + t / end * (width - 8), 8 + (high - loss) / (high - low || 1) * (height - 30)];
+  const [end, last] = points[points.length - 1];
+  const place = ([t, loss]) => [4 + t / (end || 1) * (width - 8), 8 + (high - loss) / (high - low || 1) * (height - 30)];
   element(svg, "path", { class: "curve", d: path(points.map(place)) });
-  const text = `training loss ${high.toFixed(3)} to ${last.toFixed(3)} in ${end.toFixed(0)} s`;
-  element(svg, "text", { x: 4, y: height - 6 }, text);
+  element(svg, "text", { x: 4, y: height - 6 }, `training loss ${high.toFixed(3)} to ${last.toFixed(3)} in ${end.toFixed(0)} s`);
 }
 
 function chart() {
-  const svg = $("#chart"), width = svg.clientWidth || 800, height = Math.max(220, Math.min(360, width * 0.5));
+  const svg = $("#chart"), width = svg.clientWidth || 800, height = Math.max(220, Math.min(360, width * 0.5)), left = 58;
   svg.replaceChildren();
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.style.height = height + "px";
-  const last = runs[runs.length - 1], segment = runs.filter((r) => r.segment === last.segment);
+  const last = runs[runs.length - 1], segment = runs.filter((r) => r.segment === last.segment), first = segment[0].run;
   const kept = segment.filter((r) => r.status === "keep" && r.metric), scores = kept.map((r) => r.metric);
   if (!kept.length) return element(svg, "text", { x: 8, y: 24 }, "no scored run yet");
-  const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor);
-  const top = high + 0.4 * room, bottom = low - 0.2 * room, first = segment[0].run, left = 58;
+  const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor, 1e-6);
+  const top = high + 0.4 * room, bottom = low - 0.2 * room;
   const x = (run) => left + 8 + (run - first) / Math.max(1, last.run - first) * (width - left - 24);
-  const y = (m) => 14 + (top - Math.min(m, top)) / (top - bottom) * (height - 44);
+  const y = (m) => 14 + (top - Math.max(bottom, Math.min(m, top))) / (top - bottom) * (height - 44);
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const m = bottom + (top - bottom) * part, run = Math.round(first + part * (last.run - first));
     element(svg, "line", { class: "axis", x1: left, x2: width, y1: y(m), y2: y(m) });
     element(svg, "text", { x: left - 6, y: y(m) + 4, "text-anchor": "end" }, m.toFixed(4));
-    if (segment.length > 4 || part === 0)
-      element(svg, "text", { x: x(run), y: height - 8, "text-anchor": "middle" }, run);
+    if (segment.length > 4 || !part) element(svg, "text", { x: x(run), y: height - 8, "text-anchor": "middle" }, run);
   }
   const above = y(low + data.floor), below = y(low - data.floor);
   element(svg, "rect", { class: "band", x: left, width: width - left, y: above, height: below - above });
-  const steps = kept.flatMap((r, i) => [...(i ? [[x(r.run), y(scores[i - 1])]] : []), [x(r.run), y(r.metric)]]);
-  element(svg, "path", { class: "step", d: path([...steps, [x(last.run), steps[steps.length - 1][1]]]) });
-  let free = 0; // a label where there is room for one
-  for (const r of kept) {
-    const text = r.description.replace(/\\s+/g, " ").slice(0, 24), size = text.length * 6.2;
-    const at = Math.min(x(r.run) + 5, width - size);
-    if (at < free) continue;
-    element(svg, "text", { x: at, y: y(r.metric) - 7 }, text);
-    free = at + size + 8;
-  }
+  const steps = kept.flatMap((r, i) => [[x(r.run), y(scores[Math.max(0, i - 1)])], [x(r.run), y(r.metric)]]);
+  element(svg, "path", { class: "step", d: path([...steps, [x(last.run), y(scores[scores.length - 1])]]) });
   for (const r of segment) {
     const cx = x(r.run), cy = r.metric ? y(r.metric) : 14;
     const mark = r.metric ? element(svg, "circle", { class: r.status, cx, cy, r: r.status === "keep" ? 4.5 : 3 })
       : element(svg, "path", { class: "x " + r.status, d: `M${cx - 3} ${cy - 3}l6 6m0-6l-6 6` });
-    mark.onpointerenter = (event) => tip(event, r);
-    mark.onpointerleave = () => { $("#tip").hidden = true; };
+    const text = `run ${r.run} ${r.status} (${r.reason})\\n${score(r)} ${signed(r)}\\n${r.description.slice(0, 160)}`;
+    element(mark, "title", {}, text);
     mark.onclick = () => {
       const tr = $(`tr[data-run="${r.run}"]`);
       if (tr && !tr.classList.contains("open")) toggle(r, tr);
@@ -1194,22 +1134,13 @@ function chart() {
   }
 }
 
-function tip(event, r) {
-  const box = $("#tip");
-  const head = `run ${r.run} ${r.status} (${r.reason})\\n${score(r)} ${signed(change(r))}\\n`;
-  box.textContent = head + r.description.slice(0, 160);
-  box.hidden = false;
-  box.style.left = Math.max(8, Math.min(event.pageX + 12, innerWidth - box.offsetWidth - 16)) + "px";
-  box.style.top = event.pageY + 14 + "px";
-}
-
 $("h1").textContent = data.name;
 $(".summary").textContent = data.summary.join("\\n");
-$("select").value = state.status; $("input").value = state.text;
-$("select").onchange = (event) => { state.status = event.target.value; table(); };
-$("input").oninput = (event) => { state.text = event.target.value; table(); };
-addEventListener("resize", () => runs.length && chart());
-if (runs.length) chart();
+for (const [tag, name] of [["select", "status"], ["input", "text"]]) {
+  $(tag).value = state[name];
+  $(tag).oninput = (event) => { state[name] = event.target.value; table(); };
+}
+if (runs.length) { chart(); addEventListener("resize", chart); }
 table();
 if (data.watch) setTimeout(() => location.reload(), 5000);
 </script></body></html>
@@ -1217,31 +1148,23 @@ if (data.watch) setTimeout(() => location.reload(), 5000);
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The research cycle: commit, run, judge, log, keep or revert.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="one experiment with the train.py you edited")
+    run, noise, report, *_ = (commands.add_parser(name) for name in ("run", "noise", "report", "status", "resume", "check"))
     run.add_argument("description", help="what it changes, in a few words")
     run.add_argument("--asi", default="{}", help='notes to keep with the row, a JSON object: {"hypothesis": "..."}')
     run.add_argument("--simpler", action="store_true", help="also keep it when equal within noise and shorter")
     run.add_argument("--confirm", action="store_true", help="decide a result within noise on other seeds")
     run.add_argument("--budget", type=float, default=1.5, help="warn above this multiple of the best run's memory")
-    noise = commands.add_parser("noise", help="measure what one run's score varies by itself")
-    noise.add_argument("--repeats", type=int, default=3)
+    noise.add_argument("--repeats", type=int, default=3, help="runs, each on its own seed")
     for command in (run, noise):
         command.add_argument("--gpu", help="the GPU to run on (CUDA_VISIBLE_DEVICES)")
-    commands.add_parser("status", help="the state on one screen")
-    commands.add_parser("resume", help="all that an agent with a fresh context needs")
-    commands.add_parser("check", help="exit 0 only if run would start")
-    report = commands.add_parser("report", help="write progress.png and report.html")
     report.add_argument("--tsv", action="store_true", help="print commit, val_bpb, memory_gb, status, description")
     report.add_argument("--watch", action="store_true", help="rewrite after every run; the page reloads itself")
     args = parser.parse_args()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         return globals()[f"{args.command}_command"](args)
     except Stop as stop:

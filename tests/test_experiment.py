@@ -242,6 +242,7 @@ def test_simpler_is_kept_when_equal_and_shorter_only(based):
 def test_judge_by_rule():
     assert experiment.judge(0.989, 1.0, 0.01) == ("keep", "better")
     assert experiment.judge(0.5, 1.0, 0.5) == ("discard", "within noise")  # a gain of exactly the floor is none
+    assert experiment.judge(0.998, 1.0, 0.002)[0] == "discard"  # also where floating point says a little more
     assert experiment.judge(1.005, 1.0, 0.01, (3, 4), simpler=True) == ("keep", "simpler")
     assert experiment.judge(1.005, 1.0, 0.01, (3, 4)) == ("discard", "within noise")
     assert experiment.judge(1.02, 1.0, 0.01, (0, 9), simpler=True) == ("discard", "worse")
@@ -272,6 +273,28 @@ def test_noise_gives_the_floor_of_this_segment_only(based):
     assert based.rows()[-1]["reason"] == "within noise"
     based.edit(0.88)
     assert "a guess" in based.run("other budget, other floor", AUTORESEARCH_TIME_BUDGET="60")
+
+
+def test_a_marked_run_is_a_discard_and_no_baseline_and_counts_in_no_mean(cycle):
+    cheat = "record['marks'] = '3 optimizer steps outside the clock; logits repeat only to 1e-05: smaller leaks are not seen'"
+    cycle.edit(0.7, cheat)
+    cycle.git("commit", "-qam", "a marked start")
+    assert "(marked: 3 optimizer steps outside the clock)" in cycle.run("baseline", code=3)
+    cycle.edit()
+    cycle.git("commit", "-qam", "an honest one")
+    cycle.edit(0.7, cheat)
+    out = cycle.run("marked")
+    row = cycle.rows()[-1]
+    assert (row["status"], row["reason"], row["metric"]) == ("discard", "marked", 0.7), out
+    assert row["detail"] == "3 optimizer steps outside the clock" and row["detail"] in out and row["marks"] in out
+    assert cycle.score_at_head() == 1.0
+    cycle.edit(0.9995, f"if seed != 1337:\n    {cheat}", spread=-0.01)
+    cycle.run("marked on the other seeds", "--confirm")
+    assert cycle.rows()[-1]["reason"] == "within noise"
+    cycle.edit(0.9, "record['marks'] = 'logits repeat only to 1e-05: smaller leaks are not seen'")
+    cycle.run("on a device that does not repeat itself")
+    assert cycle.rows()[-1]["status"] == "keep" and cycle.rows()[-1]["parent_metric"] == 1.0
+    assert f'f"{experiment.UNMARKED} ' in (ROOT / "prepare.py").read_text()
 
 
 def test_memory_that_grows_is_a_warning_not_a_verdict(based):
@@ -407,6 +430,7 @@ def test_git_states_are_handled_with_a_hint(based):
     assert "git config user.email" in based.run("who", code=2, **nobody)
     shutil.rmtree(based.root / ".git")
     assert "git init" in based.run("no repository", code=2)
+    assert "git is not installed" in based.run("no git", code=2, PATH="/nonexistent")
     code, out, _ = based.call("check")
     assert code == 2 and "git init" in out
     assert based.call("status")[0] == 0
@@ -463,7 +487,9 @@ def test_a_linter_edit_during_the_run_neither_enters_it_nor_is_lost(based, tmp_p
 def test_two_runs_side_by_side_each_with_its_gpu(based, tmp_path):
     one = held(based, 0.9, tmp_path / "one", "--gpu", "0")
     two = held(based, 0.8, tmp_path / "two", "--gpu", "1")
+    (based.root / ".git/index.lock").touch()  # a person's git, busy meanwhile
     assert "under way: 'score 0.9'" in based.call("status")[1]
+    (based.root / ".git/index.lock").unlink()
     (tmp_path / "two").touch()
     two.communicate(timeout=30)
     (tmp_path / "one").touch()
@@ -528,6 +554,19 @@ def test_ctrl_c_is_logged_and_reverted_at_once(based, tmp_path, number):
     assert not alive(based)
 
 
+def test_nohup_goes_on_when_its_terminal_hangs_up(based, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; a child inherits it
+    try:
+        process = held(based, 0.9, tmp_path / "gate")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.2)
+    (tmp_path / "gate").touch()
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and based.score_at_head() == 0.9
+
+
 def test_ctrl_c_during_the_commit_waits_for_its_end(based, tmp_path):
     hook = based.root / ".git/hooks/pre-commit"
     hook.parent.mkdir(exist_ok=True)
@@ -584,10 +623,11 @@ step = os.environ["STEPS"].split()
 for name in step:
     setattr(experiment, name, counted(name, getattr(experiment, name)))
 experiment.Run.close = counted("close", experiment.Run.close)
+experiment.Run.clear = counted("clear", experiment.Run.clear)
 pathlib.Path.rename = counted("rename", pathlib.Path.rename)
 sys.exit(experiment.main())
 '''
-STEPS = "git write_synced commit_candidate call read_outcome append settle commit_in sync_checkout remove_tree"
+STEPS = "git write_synced commit_candidate call read_outcome append settle commit_on_branch sync_checkout"
 
 
 @pytest.mark.slow
@@ -637,6 +677,19 @@ def test_half_a_last_line_is_put_aside_and_the_log_stays_strict(based):
     assert [r["run"] for r in based.rows()] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("half", ["", '{"run": 1, "com'])
+def test_a_segment_that_has_only_its_config_line_is_begun_not_doubled(cycle, half):
+    config = {"type": "config", "name": "x", "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
+    (cycle.root / "autoresearch.jsonl").write_text(json.dumps(config) + "\n" + half)
+    cycle.run("begin", "--asi", '{"learned": "a"}')
+    assert [(r["run"], r["segment"], r["status"], r["asi"]) for r in cycle.rows()] == [(1, 0, "keep", {"learned": "a"})]
+    with open(cycle.root / "autoresearch.jsonl", "a") as log:
+        log.write("a note by hand\n")
+    cycle.edit(0.9)
+    cycle.run("is logged all the same")
+    assert json.loads((cycle.root / "autoresearch.jsonl").read_text().splitlines()[-1])["run"] == 2
+
+
 def test_a_log_that_was_deleted_during_a_run_begins_again(based, tmp_path):
     process = held(based, 0.9, tmp_path / "gate")
     (based.root / "autoresearch.jsonl").unlink()
@@ -646,11 +699,27 @@ def test_a_log_that_was_deleted_during_a_run_begins_again(based, tmp_path):
     assert [(r["metric"], r["status"]) for r in based.rows()] == [(1.0, "keep"), (0.9, "keep")]
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_failure_after_the_log_was_deleted_is_reverted_too(based, tmp_path, killed):
+    process = held(based, 0.9, tmp_path / "gate", FAKE_LOSS="-5")
+    (based.root / "autoresearch.jsonl").unlink()
+    if killed:
+        process.kill()
+    else:
+        (tmp_path / "gate").touch()
+    process.communicate(timeout=30)
+    assert based.call("status")[0] == 0
+    row = json.loads((based.root / "autoresearch.jsonl").read_text().splitlines()[-1])
+    assert (row["status"], row["reason"]) == ("crash", "interrupted" if killed else "void")
+    assert based.score_at_head() == 1.0
+    based.assert_settled()
+
+
 def test_rows_of_another_tool_are_read_and_continued(cycle):
     config = {"type": "config", "name": "x", "metricName": "val_bpb", "metricUnit": "bpb", "bestDirection": "lower"}
     row = {"run": 1, "commit": "0123abc", "metric": 0.5, "status": "keep", "description": "theirs", "timestamp": 1}
     log = cycle.root / "autoresearch.jsonl"
-    log.write_text("\n".join(map(json.dumps, (config, row, row | {"run": 2, "status": "crash", "metric": 0}))) + "\n")
+    log.write_text("\n".join(map(json.dumps, (config, row | {"status": "crash", "metric": 0}, row | {"run": 2}))) + "\n")
     for command in (["status"], ["resume"], ["report", "--tsv"]):
         code, out, err = cycle.call(*command)
         assert code == 0 and "theirs" in out, err
@@ -663,9 +732,12 @@ def test_rows_of_another_tool_are_read_and_continued(cycle):
 
 def test_in_a_subfolder_of_a_larger_repository(tmp_path):
     cycle = Cycle(tmp_path / "big" / "lab", top=tmp_path / "big")
+    (cycle.root / "text").mkdir()
     cycle.edit(1.1, "assert os.path.isabs(os.environ['AUTORESEARCH_DATA'])")
     cycle.run("worse", AUTORESEARCH_DATA="text")
-    assert [(r["metric"], r["status"]) for r in cycle.rows()] == [(1.0, "keep"), (1.1, "discard")]
+    cycle.edit(1.2, "assert os.environ['AUTORESEARCH_DATA'] == 'embedded'  # a name, not a path")
+    cycle.run("worse again", AUTORESEARCH_DATA="embedded")
+    assert [(r["metric"], r["status"]) for r in cycle.rows()] == [(1.0, "keep"), (1.1, "discard"), (1.2, "discard")]
     assert cycle.score_at_head() == 1.0
     cycle.assert_settled()
     (tmp_path / "big" / "other.txt").write_text("")
@@ -745,6 +817,7 @@ def test_status_and_resume_on_logs_of_any_kind(cycle, command):
     log.write_text("\n".join(crashes) + '\n{"run": 9, "com')
     code, out, err = cycle.call(command)
     assert code == 0 and "no scored run yet" in out, err
+    assert "nothing to measure" in cycle.call("noise")[2]
 
 
 def test_three_discards_ask_for_another_direction_and_resume_remembers(based):

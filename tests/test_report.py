@@ -59,6 +59,10 @@ def test_no_row_and_only_crashes(browser, cycle):
     show(browser, cycle)
     assert "no scored run yet" in texts(browser, ".summary")[0] and not select(browser, "tr.run")
     cycle.run("baseline")
+    noise = {"key": ["0123456789ab", 300.0, "cpu"], "n": 3, "sd": 0}  # one run, and it repeats itself: no height at all
+    (cycle.root / ".autoresearch/noise.json").write_text(json.dumps(noise))
+    show(browser, cycle)
+    assert "floor    0.000000" in texts(browser, ".summary")[0]
     log = cycle.root / "autoresearch.jsonl"
     log.write_text(log.read_text().replace('"metric": 1.0', '"metric": 0').replace('"keep"', '"crash"'))
     show(browser, cycle)
@@ -70,17 +74,23 @@ def test_a_run_opens_with_its_diff_notes_and_curve_and_its_text_stays_text(brows
     steps = "\\n".join(lines) + "\\n{half"
     cycle.edit(0.9, f"open(os.path.join(folder, 'steps.jsonl'), 'w').write({steps!r}.replace('\\\\n', chr(10)))")
     cycle.run(EVIL, "--asi", json.dumps({"hypothesis": EVIL}))
+    row = cycle.rows()[1] | {"run": 3, "status": "checks_failed", "metric": 0.1}  # far below the axis: at its edge
+    with open(cycle.root / "autoresearch.jsonl", "a") as log:
+        log.write(json.dumps(row) + "\n")
     show(browser, cycle)
+    assert browser.execute_script("const c = document.querySelector('circle.checks_failed').getBoundingClientRect(), "
+                                  "s = document.querySelector('#chart').getBoundingClientRect(); "
+                                  "return s.top < c.top && c.bottom < s.bottom")
     assert browser.title == "autoresearch" and not select(browser, "img")
-    assert texts(browser, "td.text") == [EVIL, "baseline"]
-    select(browser, "tr.run")[0].click()
+    assert texts(browser, "td.text") == [EVIL, EVIL, "baseline"]
+    select(browser, "tr.run")[1].click()
     assert json.loads(texts(browser, ".asi")[0]) == {"hypothesis": EVIL}
     assert texts(browser, ".diff .add")[0] == "+SCORE = 0.9\n" and texts(browser, ".diff .del")[0] == "-SCORE = 1.0\n"
     assert "9.000 to 3.0" in texts(browser, ".detail svg text")[0]
     assert browser.execute_script("return document.querySelector('.curve').getBBox().height") > 50
     browser.refresh()  # as the page does by itself under --watch: what was open stays open
     wait_for(lambda: len(select(browser, ".detail")) == 1)
-    select(browser, "tr.run")[0].click()
+    select(browser, "tr.run")[1].click()
     assert not select(browser, ".detail")
     assert_quiet(browser)
 
@@ -98,13 +108,19 @@ def test_a_thousand_rows_sort_filter_and_hover(browser, cycle):
     select(browser, "[data-sort=val_bpb]")[0].click()
     scores = texts(browser, "tr.run td:nth-child(3)")
     assert [float(s) for s in scores[:800]] == sorted(real, reverse=True) and scores[-200:] == [""] * 200
-    browser.execute_script("const s = document.querySelector('select'); s.value = 'crash'; s.onchange({target: s})")
+    browser.execute_script("const s = document.querySelector('select'); s.value = 'crash'; s.oninput({target: s})")
     assert set(texts(browser, "td.status")) == {"crash"} and texts(browser, "#count") == ["200 of 1000"]
     select(browser, "input")[0].send_keys("IDEA 97")
     assert len(select(browser, "tr.run")) == 3  # 97, 972, 977
-    mark = select(browser, "#chart circle.keep")[-1]
-    webdriver.ActionChains(browser).move_to_element(mark).perform()
-    assert "idea 996" in texts(browser, "#tip")[0] and select(browser, "#tip")[0].is_displayed()
+    assert "run 997 keep" in texts(browser, "#chart circle.keep > title")[-1]  # shown on hover
+    assert "idea 996" in texts(browser, "#chart circle.keep > title")[-1]
+    webdriver.ActionChains(browser).click(select(browser, "#chart circle.keep")[-1]).perform()
+    assert not select(browser, ".detail")  # it is filtered out
+    for css in ("select", "input"):
+        script = "const s = document.querySelector(arguments[0]); s.value = ''; s.oninput({target: s})"
+        browser.execute_script(script, css)
+    webdriver.ActionChains(browser).click(select(browser, "#chart circle.keep")[-1]).perform()
+    assert "idea 996" in texts(browser, ".detail")[0]
     assert_quiet(browser)
 
 
