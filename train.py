@@ -124,9 +124,11 @@ def flash_attention(q, k, v, window: int):
 
 
 def load_fa3():
-    """Flash Attention 3 for Hopper."""
+    """Flash Attention 3."""
     from kernels import get_kernel
 
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise RuntimeError("no Hopper GPU")
     flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_func
     return lambda q, k, v, window: flash(q, k, v, causal=True, window_size=(window, 0))
 
@@ -136,29 +138,22 @@ BACKENDS = {"flash": flash_attention, "sdpa": sdpa_attention, "plain": plain_att
 
 def try_attention(attend, config, device) -> None:
     """One real call, forward and backward: a backend with another window would train another model."""
-    torch.manual_seed(0)
     heads = (config.n_head, config.n_kv_head, config.n_kv_head)
     qkv = [torch.randn(2, 96, h, config.n_embd // config.n_head, device=device, dtype=config.dtype) for h in heads]
     qkv = [t.requires_grad_() for t in qkv]
     for window in (17, 96):
-        results = []
-        for f in (attend, plain_attention):
-            y = f(*qkv, window)
-            results.append([y, *torch.autograd.grad(y.float().square().sum(), qkv)])
-        for got, want in zip(*results, strict=True):
-            if not (got - want).float().norm() <= 0.03 * want.float().norm():
-                raise ValueError("wrong numbers in a trial call")
+        ys = [f(*qkv, window) for f in (attend, plain_attention)]
+        mine, plain = ([y, *torch.autograd.grad(y.float().square().sum(), qkv)] for y in ys)
+        if not all((a - b).norm() <= 0.03 * b.norm() for a, b in zip(mine, plain, strict=True)):
+            raise ValueError("wrong numbers in a trial call")
 
 
 def pick_attention(config, device: torch.device):
     """(function, name and why): the first backend for this device that loads and passes its trial."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if ATTENTION != "auto":
-        names, why = [ATTENTION, "sdpa"], ["set by ATTENTION"]
-    elif device.type == "cuda" and config.dtype == torch.bfloat16:
-        names, why = ["fa3"] * hopper + ["flash", "sdpa"], ["Hopper" if hopper else "CUDA with bfloat16"]
-    else:
-        names, why = ["plain" if device.type == "cpu" else "sdpa"], [f"{device.type}, {str(config.dtype)[6:]}"]
+    kind = f"{device.type}, {str(config.dtype)[6:]}"
+    auto = {"cpu": ["plain"], "cuda, bfloat16": ["fa3", "flash", "sdpa"]}
+    names = [ATTENTION, "sdpa"] if ATTENTION != "auto" else auto.get(kind, auto.get(device.type, ["sdpa"]))
+    why = [kind if ATTENTION == "auto" else "set by ATTENTION"]
     for name in names:
         try:
             attend = load_fa3() if name == "fa3" else BACKENDS[name]
@@ -166,7 +161,7 @@ def pick_attention(config, device: torch.device):
             return attend, f"{name} ({'; '.join(why)})"
         except Exception as e:  # whatever it is, the next one means the same
             why.append(f"no {name}: {type(e).__name__}: {str(e).strip()[:200]}")
-    raise UserError(f"no attention works here: {'; '.join(why)}. hint: ATTENTION is auto, fa3 or one of {', '.join(BACKENDS)}")
+    raise UserError(f"no attention works here: {'; '.join(why)}")
 
 
 # ---------------------------------------------------------------------------- model
@@ -320,10 +315,10 @@ class GPT(nn.Module):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Mean cross-entropy of softcap(x @ weight.T) without ever holding all logits: x [N, C], weight [V, C], y int64 [N].
+    """Mean cross-entropy of softcap(x @ weight.T), never holding all logits: x [N, C], weight [V, C], y int64 [N].
 
-    Each chunk's gradient is taken while its logits are at hand, in the forward pass. The gradient is written out here:
-    for another loss, start from F.cross_entropy(model(x).flatten(0, 1), y.flatten()).
+    The gradient of a chunk is taken while its logits are at hand, in the forward pass, and written out: for another loss
+    start from F.cross_entropy(model(x).flatten(0, 1), y.flatten()).
     """
 
     @staticmethod
@@ -335,8 +330,7 @@ class ChunkedLoss(torch.autograd.Function):
             log_sum = z.logsumexp(-1, keepdim=True)
             total = total + (log_sum - z.gather(1, y_part[:, None])).sum()
             target = torch.arange(len(w), device=y.device) == y_part[:, None]
-            dz = ((z - log_sum).exp() - target.float()) * (1 - (z / SOFTCAP).square())
-            dz = dz.to(x.dtype)
+            dz = (((z - log_sum).exp() - target.float()) * (1 - (z / SOFTCAP).square())).to(x.dtype)
             dx.append(dz @ w)
             dw = dw + (dz.T @ x_part).float()
         ctx.save_for_backward(torch.cat(dx), dw)
@@ -425,18 +419,15 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         rank, world = ranks()
-        adamw, muon, tables = [[] for _ in range(5)], [], []
+        adamw, muon, shares = [[] for _ in range(5)], [], []
         for group in self.param_groups:
             params, lr = group["params"], torch.tensor(group["lr"])
             if group["kind"] == "adamw":
                 for p in params:
-                    mine, grad = p, p.grad
-                    if world > 1 and p.dim() == 2 and len(p) % world == 0:
-                        mine, grad = p.chunk(world)[rank], p.grad.chunk(world)[rank]
-                        tables.append((p, mine))
-                    if not self.state[p]:
-                        self.state[p] = {"m": torch.zeros_like(mine), "v": torch.zeros_like(mine), "t": 0}
-                    state = self.state[p]
+                    split = world if p.dim() == 2 and len(p) % world == 0 else 1
+                    mine, grad = p.chunk(split)[rank % split], p.grad.chunk(split)[rank % split]
+                    shares += [(p.chunk(split), [mine])] if split > 1 else []
+                    state = self.state[p] = self.state[p] or {"m": torch.zeros_like(mine), "v": torch.zeros_like(mine), "t": 0}
                     state["t"] += 1
                     t = state["t"]
                     for column, value in zip(adamw, (mine, grad, state["m"], state["v"], lr), strict=True):
@@ -444,6 +435,7 @@ class MuonAdamW(torch.optim.Optimizer):
             else:
                 share = -(-len(params) // world)  # where it does not divide, some matrices are updated twice, alike
                 mine = [params[i % len(params)] for i in range(rank * share, (rank + 1) * share)]
+                shares += [(params, mine)] if world > 1 else []
                 state = self.state[params[0]]
                 if not state:
                     rows, cols = params[0].shape
@@ -452,38 +444,12 @@ class MuonAdamW(torch.optim.Optimizer):
                 rates = [torch.tensor(group[k]) for k in ("weight_decay", "momentum", "beta2")]
                 muon.append((mine, [p.grad for p in mine], state["m"], state["v"], lr, *rates))
         self.update(adamw, muon, torch.tensor(float(t)))
-        if world > 1:
-            self.exchange(tables, [(g["params"], m[0]) for g, m in zip(self.param_groups[-len(muon) :], muon, strict=True)])
-
-    def exchange(self, tables, matrices):
-        """Every rank gets all of what the others updated: rows of (table, mine), whole matrices of (params, mine)."""
-        world = ranks()[1]
-        stacks = [torch.stack(mine) for _, mine in matrices]
-        gathered = [s.new_empty(world * len(s), *s.shape[1:]) for s in stacks]
-        pairs = [(p.data, mine.clone()) for p, mine in tables] + [*zip(gathered, stacks, strict=True)]
-        for work in [dist.all_gather_into_tensor(whole, part, async_op=True) for whole, part in pairs]:
-            work.wait()
-        for (params, _), all_of_them in zip(matrices, gathered, strict=True):
-            for p, new in zip(params, all_of_them, strict=False):  # the rest of them are doubles
-                p.copy_(new)
-
-
-class GradientSum:
-    """Adds each gradient up over the ranks as soon as the last micro-step has it, while the backward pass goes on."""
-
-    def __init__(self, model: GPT):
-        self.last, self.works = False, []
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(self.start)
-
-    def start(self, p):
-        if self.last:
-            self.works.append(dist.all_reduce(p.grad, async_op=True))
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        self.last, self.works = False, []
+        for parts, mine in shares:
+            mine = torch.stack(mine)
+            everyones = mine.new_empty(world * len(mine), *mine.shape[1:])
+            dist.all_gather_single(everyones, mine)
+            for part, new in zip(parts, everyones, strict=False):
+                part.copy_(new)
 
 
 def build_optimizer(model: GPT, dtype: torch.dtype, compile: bool) -> MuonAdamW:
@@ -613,19 +579,15 @@ def build_config(vocab_size: int, dtype: torch.dtype) -> GPTConfig:
 
 
 def split_batch(world: int) -> tuple[int, int]:
-    """(rows of each rank in a step, rows of each forward pass).
-
-    Raises:
-        UserError: TOTAL_BATCH_SIZE does not divide, with the numbers and the nearest good value.
-    """
+    """(rows of each rank in a step, rows of each forward pass). Raises UserError where TOTAL_BATCH_SIZE does not divide."""
     rows = TOTAL_BATCH_SIZE // (MAX_SEQ_LEN * world)
     micro = min(DEVICE_BATCH_SIZE, max(rows, 1))
     unit = micro * MAX_SEQ_LEN * world
     if TOTAL_BATCH_SIZE % unit:
-        low = TOTAL_BATCH_SIZE // unit * unit
+        good = [n for n in (TOTAL_BATCH_SIZE // unit * unit, TOTAL_BATCH_SIZE // unit * unit + unit) if n]
         raise UserError(
             f"{TOTAL_BATCH_SIZE=} is not a multiple of {micro} rows x {MAX_SEQ_LEN} tokens x {world} ranks = {unit}. "
-            f"hint: TOTAL_BATCH_SIZE = {' or '.join(str(n) for n in (low, low + unit) if n)}, or another DEVICE_BATCH_SIZE"
+            f"hint: TOTAL_BATCH_SIZE = {' or '.join(map(str, good))}, or another DEVICE_BATCH_SIZE"
         )
     return rows, micro
 
@@ -633,7 +595,7 @@ def split_batch(world: int) -> tuple[int, int]:
 def fits(micro_step, optimizer) -> bool:
     """Whether two steps fit into the memory of every rank; the second one holds the optimizer's state too."""
     for _ in range(2):
-        full = False
+        full = None
         try:
             micro_step()
         except RuntimeError as e:
@@ -647,7 +609,7 @@ def fits(micro_step, optimizer) -> bool:
     return True
 
 
-def gradient_norms(optimizer) -> dict:
+def grad_norms(optimizer) -> dict:
     """{"muon": norm of all its gradients, "adamw": ...} as 0-dim tensors."""
     kinds = {}
     for group in optimizer.param_groups:
@@ -672,7 +634,7 @@ def main() -> None:
         dist.init_process_group(timeout=timedelta(minutes=10))  # a first compilation can keep the others waiting
     rank, world = ranks()
     if rank:
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+        sys.stdout = Path(os.devnull).open("w")  # rank 0 alone prints
     dtype = compute_dtype(device)
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
@@ -688,24 +650,32 @@ def main() -> None:
     model.init_weights(device)
     optimizer = build_optimizer(model, dtype, compile=not why_eager)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # gradients below float16 would become 0
-    gradient_sum = GradientSum(model) if world > 1 else None
     loss_of = train_loss if why_eager else torch.compile(train_loss, dynamic=False)
     n_params = sum(p.numel() for p in model.parameters())
     peak, peak_source = peak_flops(device, dtype)
     with torch.no_grad(), autocast:
-        stream = model.trunk(torch.zeros(1, 8, dtype=torch.int64, device=device)).dtype
+        stream = model.trunk(torch.zeros(1, 8, dtype=torch.int64, device=device)).dtype  # wider: something promotes it
     print(f"data       {PROFILE}, data_id {prepare.load_manifest(prepare.CACHE)['data_id']}, seed {SEED}")
     print(f"model      {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, {n_params / 1e6:.1f} M parameters")
-    print(f"device     {world} x {device.type}, {str(dtype)[6:]}, {'compiled' if not why_eager else f'eager ({why_eager})'}")
-    print(f"stream     {str(stream)[6:]}" + (f", wider than {dtype}: something promotes it" if stream != dtype else ""))
+    print(f"device     {world} x {device.type}, {str(dtype)[6:]}, residual stream {str(stream)[6:]}, {'compiled' if not why_eager else f'eager ({why_eager})'}")
     print(f"attention  {attention}")
     print(f"peak       {peak / 1e12:.2f} TFLOP/s ({peak_source})", flush=True)
 
     def micro_step():
         with autocast:
-            loss = loss_of(model, x, y)
-        scaler.scale(loss * (rows / rank_rows / world)).backward()
+            loss = loss_of(model, x, y) * (rows / rank_rows / world)
+        scaler.scale(loss).backward()
         return loss.detach()
+
+    def add_up(p):  # over the ranks, as soon as the last micro-step has a gradient, while the backward pass goes on
+        if last and world > 1:
+            sums.append(dist.all_reduce(p.grad, async_op=True))
+
+    last, sums = False, []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(add_up)
+    def mfu(tokens_per_second):
+        return 100 * tokens_per_second * model.flops_per_token() / peak / world
 
     clock = Clock()
     with clock.warmup(model, optimizer):  # compiles, and finds what fits into memory; its steps are undone
@@ -716,10 +686,8 @@ def main() -> None:
                 break
             if rows == 1 and model.checkpointing:
                 raise torch.OutOfMemoryError("one row does not fit, even with activation checkpointing. hint: a smaller model")
-            if rows == 1:
-                model.checkpointing = True
-            else:
-                rows = next(n for n in range(rows // 2, 0, -1) if rank_rows % n == 0)
+            model.checkpointing = rows == 1
+            rows = next(n for n in range(max(rows // 2, 1), 0, -1) if rank_rows % n == 0)
             print(f"memory     out of memory: {rows} rows at a time{', activation checkpointing' * model.checkpointing}")
             optimizer.zero_grad(set_to_none=True)
             torch.compiler.reset()
@@ -732,8 +700,8 @@ def main() -> None:
     gc.freeze()  # a collection in the middle of a run costs half a second
     gc.disable()
 
-    record_to = os.environ.get("AUTORESEARCH_RUN_DIR") if rank == 0 else None
-    records = open(Path(record_to, "steps.jsonl"), "w") if record_to else None
+    run_dir = os.environ.get("AUTORESEARCH_RUN_DIR")
+    records = Path(run_dir, "steps.jsonl").open("a") if run_dir and rank == 0 else None
     startup_seconds = time.perf_counter() - prepare.STARTED
     clock.start()
     step, shown, recorded, queue, smooth = 0, 0.0, -math.inf, [], 0.0
@@ -742,21 +710,21 @@ def main() -> None:
         set_schedules(optimizer, clock.progress(), step)
         loss = 0.0
         for i in range(grad_accum_steps):
-            if gradient_sum:
-                gradient_sum.last = i == grad_accum_steps - 1
-            loss = loss + micro_step() / (grad_accum_steps * world)
+            last = i == grad_accum_steps - 1
+            loss = loss + micro_step()
             x, y, epoch = next(loader)
-        if gradient_sum:
-            gradient_sum.wait()
-            dist.all_reduce(loss)
+        if world > 1:
+            sums.append(dist.all_reduce(loss, async_op=True))
+        while sums:
+            sums.pop(0).wait()
         scaler.step(optimizer)
         scaler.update()
         step += 1
-        elapsed = clock.elapsed()
-        record = None
+        elapsed, record = clock.elapsed(), None
         if records and elapsed - recorded > TIME_BUDGET / 300:
             recorded = elapsed
-            record = {"step": step, "elapsed": elapsed, "lrm": lr_multiplier(clock.progress()), "grad_norm": gradient_norms(optimizer)}
+            rate = lr_multiplier(clock.progress())
+            record = {"step": step, "elapsed": elapsed, "lrm": rate, "grad_norm": grad_norms(optimizer)}
         optimizer.zero_grad(set_to_none=True)
         queue.append((step, loss, record))
         if step > 1 or device.type == "cpu":  # a GPU is asked for the step before this one: it never waits for us
@@ -774,15 +742,14 @@ def main() -> None:
             shown, speed = elapsed, step * TOTAL_BATCH_SIZE / elapsed
             show(
                 f"step {step:6d} | {100 * clock.progress():5.1f}% | loss {smooth:.4f} | {speed / 1e3:.1f} k tokens/s | "
-                f"mfu {100 * speed * model.flops_per_token() / peak / world:.1f}% | epoch {epoch} | {TIME_BUDGET - elapsed:.0f} s left"
+                f"mfu {mfu(speed):.1f}% | epoch {epoch} | {TIME_BUDGET - elapsed:.0f} s left"
             )
     clock.stop()
     training_seconds = clock.elapsed()
     tokens = step * TOTAL_BATCH_SIZE
-    mfu = 100 * tokens / training_seconds * model.flops_per_token() / peak / world
     show(f"step {step:6d} | 100.0% | loss {smooth:.4f} | {tokens / training_seconds / 1e3:.1f} k tokens/s", last=True)
-    if mfu > 100:
-        print(f"mfu        {mfu:.1f}% cannot be: the peak of {peak / 1e12:.1f} TFLOP/s ({peak_source}) is wrong for this device")
+    if mfu(tokens / training_seconds) > 100:
+        print(f"mfu        over 100% cannot be: the peak of {peak / 1e12:.1f} TFLOP/s ({peak_source}) is wrong for this device")
 
     start = time.perf_counter()
     with autocast:
@@ -795,7 +762,7 @@ def main() -> None:
         "startup_seconds": f"{startup_seconds:.1f}",
         "eval_seconds": f"{now - start:.1f}",
         "peak_vram_mb": f"{peak_memory_mb(device):.1f}",
-        "mfu_percent": f"{mfu:.2f}",
+        "mfu_percent": f"{mfu(tokens / training_seconds):.2f}",
         "total_tokens_M": f"{tokens / 1e6:.1f}",
         "num_steps": f"{step}",
         "num_params_M": f"{n_params / 1e6:.1f}",
