@@ -29,22 +29,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import prepare
-from prepare import (
-    MAX_SEQ_LEN,
-    PROFILE,
-    SEED,
-    TIME_BUDGET,
-    Clock,
-    Tokenizer,
-    UserError,
-    VoidScore,
-    evaluate_bpb,
-    get_device,
-    make_dataloader,
-    ranks,
-    sum_over_ranks,
-    synchronize,
-)
+from prepare import MAX_SEQ_LEN, PROFILE, SEED, TIME_BUDGET, Clock, Tokenizer, UserError, VoidScore, evaluate_bpb, get_device
 
 # ---------------------------------------------------------------------------- knobs
 
@@ -418,7 +403,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        rank, world = ranks()
+        rank, world = prepare.ranks()
         adamw, muon, shares = [[] for _ in range(5)], [], []
         for group in self.param_groups:
             params, lr = group["params"], torch.tensor(group["lr"])
@@ -493,29 +478,26 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
 
 # ---------------------------------------------------------------------------- device
 
-PEAK_TFLOPS = {  # dense bf16 with float32 sums (fp16 on Turing and Volta), from the makers' data sheets; first match wins
-    "GB200": 2500.0, "B200": 2250.0, "H200": 989.5, "GH200": 989.5, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.5,
-    "H800": 989.5, "A100": 312.0, "A800": 312.0, "A10G": 70.0, "A10": 125.0, "L40S": 362.05, "L40": 181.05, "L4": 121.0,
-    "RTX PRO 6000": 503.8, "6000 Ada": 364.2, "A6000": 154.8, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2,
-    "RTX 4080": 97.5, "RTX 3090 Ti": 80.0, "RTX 3090": 71.0, "RTX 3080": 59.5, "GB10": 125.0, "V100": 125.0, "T4": 65.0,
-    "MI300X": 1307.4,
+PEAK_TFLOPS = {  # dense bf16 with float32 sums (fp16 on V100 and T4), from the makers' data sheets; first match wins
+    "B200": 2250.0, "H200": 989.5, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.5, "H800": 989.5, "A100": 312.0,
+    "A10G": 70.0, "A10": 125.0, "L40S": 362.05, "L40": 181.05, "L4": 121.0, "RTX PRO 6000": 503.8, "6000 Ada": 364.2,
+    "A6000": 154.8, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71.0,
+    "RTX 3080": 59.5, "GB10": 125.0, "V100": 125.0, "T4": 65.0, "MI300X": 1307.4,
 }  # fmt: skip
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 only where the device computes it natively: emulated it is many times slower than float32."""
-    if device.type == "cpu":
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if native else torch.float32
-    if device.type != "cuda":
-        return torch.float32
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return torch.bfloat16
-    return torch.float16 if torch.cuda.get_device_capability(device)[0] == 7 else torch.float32  # Turing and Volta
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    volta_or_turing = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
+    return torch.float16 if volta_or_turing else torch.float32
 
 
 def can_compile(device: torch.device) -> str:
-    """"" if torch.compile works here (it needs a compiler and Python's headers), else why not."""
+    """'' if torch.compile works here (it needs a compiler and Python's headers), else why not."""
     if not COMPILE:
         return "COMPILE is off"
     if device.type == "mps":
@@ -541,7 +523,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     for _ in range(8):
         start = time.perf_counter()
         a @ a
-        synchronize()
+        prepare.synchronize()
         best = min(best, time.perf_counter() - start)
     return 2 * n**3 / best, f"measured, {str(dtype)[6:]} {n}x{n} product"
 
@@ -562,11 +544,7 @@ class Diverged(Exception):
 
 
 def build_config(vocab_size: int, dtype: torch.dtype) -> GPTConfig:
-    """The model that the knobs describe.
-
-    Raises:
-        UserError: knobs that do not fit together, with the numbers and the nearest good value.
-    """
+    """The model that the knobs describe. Raises UserError for knobs that do not fit together, with a good value."""
     n_head = -(-DEPTH * ASPECT_RATIO // HEAD_DIM)
     if min(DEPTH, ASPECT_RATIO, HEAD_DIM, DEVICE_BATCH_SIZE, TOTAL_BATCH_SIZE, KV_GROUP) < 1 or HEAD_DIM % 2:
         raise UserError(f"sizes must be positive and HEAD_DIM even: {DEPTH=}, {ASPECT_RATIO=}, {HEAD_DIM=}, {KV_GROUP=}")
@@ -595,14 +573,14 @@ def split_batch(world: int) -> tuple[int, int]:
 def fits(micro_step, optimizer) -> bool:
     """Whether two steps fit into the memory of every rank; the second one holds the optimizer's state too."""
     for _ in range(2):
-        full = None
         try:
             micro_step()
+            full = 0
         except RuntimeError as e:
-            full = re.search("out of memory|can't allocate", str(e))
-            if not full:
+            if not re.search("out of memory|can't allocate", str(e)):
                 raise
-        if sum_over_ranks(bool(full)):
+            full = 1
+        if prepare.sum_over_ranks(full):
             return False
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -632,11 +610,10 @@ def main() -> None:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(timeout=timedelta(minutes=10))  # a first compilation can keep the others waiting
-    rank, world = ranks()
+    rank, world = prepare.ranks()
     if rank:
-        sys.stdout = Path(os.devnull).open("w")  # rank 0 alone prints
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (rank 0 alone prints)
     dtype = compute_dtype(device)
-    torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_directory()
     config = build_config(tokenizer.get_vocab_size(), dtype)
@@ -645,6 +622,7 @@ def main() -> None:
     attend, attention = pick_attention(config, device)
     autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
 
+    torch.manual_seed(SEED)
     with torch.device("meta"):
         model = GPT(config, attend)
     model.init_weights(device)
@@ -653,11 +631,13 @@ def main() -> None:
     loss_of = train_loss if why_eager else torch.compile(train_loss, dynamic=False)
     n_params = sum(p.numel() for p in model.parameters())
     peak, peak_source = peak_flops(device, dtype)
+    mfu_of_speed = 100 * model.flops_per_token() / peak / world
     with torch.no_grad(), autocast:
         stream = model.trunk(torch.zeros(1, 8, dtype=torch.int64, device=device)).dtype  # wider: something promotes it
     print(f"data       {PROFILE}, data_id {prepare.load_manifest(prepare.CACHE)['data_id']}, seed {SEED}")
     print(f"model      {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, {n_params / 1e6:.1f} M parameters")
-    print(f"device     {world} x {device.type}, {str(dtype)[6:]}, residual stream {str(stream)[6:]}, {'compiled' if not why_eager else f'eager ({why_eager})'}")
+    print(f"device     {world} x {device.type}, {f'eager ({why_eager})' if why_eager else 'compiled'}")
+    print(f"precision  {str(dtype)[6:]}, residual stream {str(stream)[6:]}")
     print(f"attention  {attention}")
     print(f"peak       {peak / 1e12:.2f} TFLOP/s ({peak_source})", flush=True)
 
@@ -674,13 +654,11 @@ def main() -> None:
     last, sums = False, []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(add_up)
-    def mfu(tokens_per_second):
-        return 100 * tokens_per_second * model.flops_per_token() / peak / world
 
     clock = Clock()
     with clock.warmup(model, optimizer):  # compiles, and finds what fits into memory; its steps are undone
         while True:
-            loader = make_dataloader(tokenizer, rows, MAX_SEQ_LEN, "train")
+            loader = prepare.make_dataloader(tokenizer, rows, MAX_SEQ_LEN, "train")
             x, y, epoch = next(loader)
             if fits(micro_step, optimizer):
                 break
@@ -700,8 +678,7 @@ def main() -> None:
     gc.freeze()  # a collection in the middle of a run costs half a second
     gc.disable()
 
-    run_dir = os.environ.get("AUTORESEARCH_RUN_DIR")
-    records = Path(run_dir, "steps.jsonl").open("a") if run_dir and rank == 0 else None
+    run_dir = os.environ.get("AUTORESEARCH_RUN_DIR") if rank == 0 else None
     startup_seconds = time.perf_counter() - prepare.STARTED
     clock.start()
     step, shown, recorded, queue, smooth = 0, 0.0, -math.inf, [], 0.0
@@ -720,59 +697,53 @@ def main() -> None:
         scaler.step(optimizer)
         scaler.update()
         step += 1
-        elapsed, record = clock.elapsed(), None
-        if records and elapsed - recorded > TIME_BUDGET / 300:
-            recorded = elapsed
-            rate = lr_multiplier(clock.progress())
-            record = {"step": step, "elapsed": elapsed, "lrm": rate, "grad_norm": grad_norms(optimizer)}
+        elapsed, norms = clock.elapsed(), None
+        if run_dir and elapsed - recorded > TIME_BUDGET / 300:
+            recorded, norms = elapsed, grad_norms(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        queue.append((step, loss, record))
+        queue.append((step, elapsed, loss, norms))
         if step > 1 or device.type == "cpu":  # a GPU is asked for the step before this one: it never waits for us
-            at, loss, record = queue.pop(0)
+            at, then, loss, norms = queue.pop(0)
             value = loss.item()
             if not value <= explodes:
                 raise Diverged(f"loss {value:.3f} at step {at} (guessing has {explodes / 2:.3f})")
             smooth += (value - smooth) / min(at, 50)
-            if record:
-                record["grad_norm"] = {kind: norm.item() for kind, norm in record["grad_norm"].items()}
-                speed = at * TOTAL_BATCH_SIZE / record["elapsed"]
-                record |= {"loss": value, "tokens_per_second": speed, "memory_mb": peak_memory_mb(device)}
-                print(json.dumps(record), file=records, flush=True)
+            if norms:
+                line = {"step": at, "elapsed": then, "loss": value, "lrm": lr_multiplier(clock.progress())}
+                line["grad_norm"] = {kind: norm.item() for kind, norm in norms.items()}
+                line |= {"tokens_per_second": at * TOTAL_BATCH_SIZE / then, "memory_mb": peak_memory_mb(device)}
+                with open(Path(run_dir, "steps.jsonl"), "a") as f:
+                    f.write(json.dumps(line) + "\n")
         if elapsed - shown > (0.2 if sys.stdout.isatty() else 5):
             shown, speed = elapsed, step * TOTAL_BATCH_SIZE / elapsed
             show(
                 f"step {step:6d} | {100 * clock.progress():5.1f}% | loss {smooth:.4f} | {speed / 1e3:.1f} k tokens/s | "
-                f"mfu {mfu(speed):.1f}% | epoch {epoch} | {TIME_BUDGET - elapsed:.0f} s left"
+                f"mfu {mfu_of_speed * speed:.1f}% | epoch {epoch} | {TIME_BUDGET - elapsed:.0f} s left"
             )
     clock.stop()
-    training_seconds = clock.elapsed()
-    tokens = step * TOTAL_BATCH_SIZE
-    show(f"step {step:6d} | 100.0% | loss {smooth:.4f} | {tokens / training_seconds / 1e3:.1f} k tokens/s", last=True)
-    if mfu(tokens / training_seconds) > 100:
+    training_seconds, tokens = clock.elapsed(), step * TOTAL_BATCH_SIZE
+    speed = tokens / training_seconds
+    show(f"step {step:6d} | 100.0% | loss {smooth:.4f} | {speed / 1e3:.1f} k tokens/s", last=True)
+    if mfu_of_speed * speed > 100:
         print(f"mfu        over 100% cannot be: the peak of {peak / 1e12:.1f} TFLOP/s ({peak_source}) is wrong for this device")
 
     start = time.perf_counter()
     with autocast:
         val_bpb = evaluate_bpb(model if why_eager else torch.compile(model, dynamic=False), tokenizer, min(rows, 32))
     now = time.perf_counter()
-    summary = {
-        "val_bpb": f"{val_bpb:.6f}",
-        "training_seconds": f"{training_seconds:.1f}",
-        "total_seconds": f"{now - prepare.STARTED:.1f}",
-        "startup_seconds": f"{startup_seconds:.1f}",
-        "eval_seconds": f"{now - start:.1f}",
-        "peak_vram_mb": f"{peak_memory_mb(device):.1f}",
-        "mfu_percent": f"{mfu(tokens / training_seconds):.2f}",
-        "total_tokens_M": f"{tokens / 1e6:.1f}",
-        "num_steps": f"{step}",
-        "num_params_M": f"{n_params / 1e6:.1f}",
-        "depth": f"{DEPTH}",
-    }
+    summary = {  # name: value, decimals
+        "val_bpb": (val_bpb, 6), "training_seconds": (training_seconds, 1), "total_seconds": (now - prepare.STARTED, 1),
+        "startup_seconds": (startup_seconds, 1), "eval_seconds": (now - start, 1), "peak_vram_mb": (peak_memory_mb(device), 1),
+        "mfu_percent": (mfu_of_speed * speed, 2), "total_tokens_M": (tokens / 1e6, 1), "num_steps": (step, 0),
+        "num_params_M": (n_params / 1e6, 1), "depth": (DEPTH, 0),
+    }  # fmt: skip
     print("---")
-    for name, value in summary.items():
-        print(f"{name + ':':<18}{value}")
-    metrics = {name.replace("vram", "memory").lower(): value for name, value in summary.items() if name != "depth"}
-    print("\n" + "\n".join(f"METRIC {name}={value}" for name, value in metrics.items()), flush=True)
+    for name, (value, decimals) in summary.items():
+        print(f"{name + ':':<18}{value:.{decimals}f}")
+    del summary["depth"]
+    for name, (value, decimals) in summary.items():
+        print(f"\nMETRIC {name.replace('vram', 'memory').lower()}={value:.{decimals}f}", end="", flush=True)
+    print(flush=True)
     if world > 1:
         dist.destroy_process_group()
 

@@ -21,6 +21,8 @@ for name, value in knobs.items():
     setattr(train, name, value)
 train.compute_dtype = lambda device: torch.float32
 train.peak_flops = lambda device, dtype: (1e12, "fixed")
+# orthogonalization blows rounding up to full size where a gradient has no direction, as in the first steps: not here
+train.orthogonalize = lambda g, dtype: g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-6)
 schedules, loss_of = train.set_schedules, train.train_loss
 train.set_schedules = lambda optimizer, progress, step: schedules(optimizer, 0.2, step)
 rank = int(os.environ.get("RANK", 0))
@@ -31,7 +33,8 @@ class Steps(prepare.Clock):
         self.count = getattr(self, "count", -1) + 1
         if drill == "die" and rank == 1 and self.count == 3:
             os._exit(9)
-        return super().done() or self.count == steps > 0
+        over = super().done()
+        return self.count == steps if steps else over
 
 
 def limited(model, x, y):

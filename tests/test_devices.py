@@ -43,7 +43,8 @@ def test_blocks_equal_one_mask(attend, window):
     q, k, v = (torch.randn(2, 200, h, 16, requires_grad=True) for h in (4, 2, 2))
     distance = torch.arange(200)[:, None] - torch.arange(200)
     mask = (distance >= 0) & (distance <= window)
-    want = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    want = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     got, weights = attend(q, k, v, window), torch.randn(2, 200, 4, 16)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
     for a, b in zip(torch.autograd.grad((got * weights).sum(), (q, k, v)),
@@ -122,7 +123,7 @@ def test_checkpointing_changes_no_gradient():
 
 @pytest.mark.parametrize(
     "native, capability, dtype",
-    [(True, (8, 0), torch.bfloat16), (False, (7, 5), torch.float16), (False, (7, 0), torch.float16), (False, (6, 1), torch.float32)],
+    [(True, (8, 0), torch.bfloat16), (False, (7, 5), torch.float16), (False, (6, 1), torch.float32)],
 )
 def test_precision_follows_the_hardware(monkeypatch, native, capability, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
@@ -223,9 +224,8 @@ def alone(short, tmp_path_factory):
 @pytest.mark.parametrize("world, drill", [(2, ""), (4, ""), (2, "oom:3"), (1, "oom:3"), (1, "oom:0")])
 def test_ranks_and_small_memory_change_no_result(alone, tmp_path, world, drill):
     env, want, score = alone
-    env = env | {"AUTORESEARCH_TIME_BUDGET": "60"} if world > 1 or drill else env
     code, out, err, losses, mine = train_on(env, tmp_path / "run", world, 5, drill)
-    assert code == 0, err
+    assert code == 0 and len(losses) == len(want) == 5, err
     assert mine == pytest.approx(score, rel=1e-6)
     assert losses[0] == pytest.approx(want[0], rel=1e-6) and losses[-1] == pytest.approx(want[-1], rel=1e-5)
     assert out.count("METRIC val_bpb=") == out.count("attention  ") == 1
@@ -259,7 +259,7 @@ def test_the_batch_is_divided_over_ranks_or_refused(monkeypatch):
     for name, value in dict(MAX_SEQ_LEN=256, TOTAL_BATCH_SIZE=4096 * 3, DEVICE_BATCH_SIZE=16).items():
         monkeypatch.setattr(train, name, value)
     assert [train.split_batch(world) for world in (1, 3, 6)] == [(48, 16), (16, 16), (8, 8)]
-    with pytest.raises(prepare.UserError, match=r"12288 is not a multiple of 9 rows x 256 tokens x 5 ranks = 11520.*11520 or 23040"):
+    with pytest.raises(prepare.UserError, match=r"12288 .* 9 rows x 256 tokens x 5 ranks = 11520.*11520 or 23040"):
         train.split_batch(5)
 
 
@@ -276,7 +276,8 @@ class TestGpu:
         if name == "fa3" and torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("no Hopper GPU")
         attend = train.load_fa3() if name == "fa3" else train.BACKENDS[name]
-        q, k, v = (torch.randn(2, 200, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 4 // group, 4 // group))
+        like = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        q, k, v = (torch.randn(2, 200, h, 64, **like) for h in (4, 4 // group, 4 // group))
         y, want = torch.compile(attend)(q, k, v, window), train.plain_attention(*(t.float() for t in (q, k, v)), window)
         torch.testing.assert_close(y.float(), want, atol=0.03, rtol=0.03)
         mine, theirs = (torch.autograd.grad(t.float().square().sum(), (q, k, v)) for t in (y, want))
