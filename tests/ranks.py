@@ -17,6 +17,7 @@ import train
 
 steps, drill = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 knobs = dict(COMPILE=False, DEPTH=2, ASPECT_RATIO=16, HEAD_DIM=16, TOTAL_BATCH_SIZE=4096, DEVICE_BATCH_SIZE=8)
+knobs |= dict(EMBEDDING_LR=0.01, UNEMBEDDING_LR=0.001, SCALAR_LR=0.01, MATRIX_LR=0.005)  # rounding stays small
 for name, value in knobs.items():
     setattr(train, name, value)
 train.compute_dtype = lambda device: torch.float32

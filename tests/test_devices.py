@@ -221,17 +221,23 @@ def alone(short, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, drill", [(2, ""), (4, ""), (2, "oom:3"), (1, "oom:3"), (1, "oom:0")])
-def test_ranks_and_small_memory_change_no_result(alone, tmp_path, world, drill):
+@pytest.mark.parametrize(
+    "world, drill, shown",
+    [
+        (2, "", "= 2 ranks x 1 x 8 rows x 256"),
+        (4, "", "= 4 ranks x 1 x 4 rows x 256"),
+        (2, "oom:3", "out of memory: 2 rows at a time\nbatch      4096 tokens = 2 ranks x 4 x 2 rows x 256"),
+        (1, "oom:0", "out of memory: 1 rows at a time, activation checkpointing\nbatch      4096 tokens = 1 ranks x 16 x 1 rows x 256"),
+    ],
+)
+def test_ranks_and_small_memory_change_no_result(alone, tmp_path, world, drill, shown):
     env, want, score = alone
     code, out, err, losses, mine = train_on(env, tmp_path / "run", world, 5, drill)
     assert code == 0 and len(losses) == len(want) == 5, err
-    assert mine == pytest.approx(score, rel=1e-6)
-    assert losses[0] == pytest.approx(want[0], rel=1e-6) and losses[-1] == pytest.approx(want[-1], rel=1e-5)
+    assert mine == pytest.approx(score, rel=1e-5)
+    assert losses == pytest.approx(want, rel=5e-6)
     assert out.count("METRIC val_bpb=") == out.count("attention  ") == 1
-    expect = {"": f"{world} ranks x {8 // min(8, 16 // world) if world > 2 else 2 // world} x", "oom:3": "2 rows at a time",
-              "oom:0": "1 rows at a time, activation checkpointing"}[drill]  # fmt: skip
-    assert expect in out
+    assert shown in out
 
 
 @pytest.mark.slow
