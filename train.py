@@ -16,7 +16,6 @@ import resource
 import shutil
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +37,7 @@ TIERS = {  # starting sizes by profile and GB of device memory: layers, tokens p
     "small": {12: (6, 2**16, 32), 8: (6, 2**16, 16), 0: (4, 2**16, 8)},
     "tiny": {0: (4, 2**12, 16)},
 }[PROFILE]
-MEMORY_GB = torch.cuda.get_device_properties(get_device()).total_memory / 1e9 if torch.cuda.is_available() else 8
+MEMORY_GB = torch.cuda.get_device_properties(get_device()).total_memory / 1e9 if torch.cuda.is_available() else 8  # MPS
 DEPTH, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE = next(TIERS[gb] for gb in TIERS if 0.9 * gb <= MEMORY_GB)  # a "24 GB" card shows less
 ASPECT_RATIO, HEAD_DIM = {"full": (64, 128), "small": (64, 64), "tiny": (48, 64)}[PROFILE]  # width per layer, channels per head
 KV_GROUP = 1  # query heads that share one key/value head
@@ -620,7 +619,7 @@ def main() -> None:
     rank_rows, rows = split_batch(world)
     why_eager = can_compile(device)
     attend, attention = pick_attention(config, device)
-    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
     torch.manual_seed(SEED)
     with torch.device("meta"):
@@ -648,11 +647,11 @@ def main() -> None:
         return loss.detach()
 
     def add_up(p):  # over the ranks, as soon as the last micro-step has a gradient, while the backward pass goes on
-        if last and world > 1:
+        if last:
             sums.append(dist.all_reduce(p.grad, async_op=True))
 
     last, sums = False, []
-    for p in model.parameters():
+    for p in model.parameters() if world > 1 else []:
         p.register_post_accumulate_grad_hook(add_up)
 
     clock = Clock()
