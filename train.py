@@ -193,7 +193,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.n_embd, kv_dim, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         gated = config.has_value_embedding(layer)
-        self.gate = nn.Linear(self.GATE_CHANNELS, config.n_kv_head, bias=False) if gated else None
+        self.gate = nn.Linear(min(self.GATE_CHANNELS, config.n_embd), config.n_kv_head, bias=False) if gated else None
 
     def forward(self, x, value_embedding, cos, sin):
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q, self.k, self.v))
