@@ -60,7 +60,7 @@ run() {
   [[ $budget =~ ^[0-9]+([.][0-9]+)?$ ]] || fail 2 "AUTORESEARCH_TIME_BUDGET=$budget is not a number of seconds"
   limit=${AUTORESEARCH_HARD_LIMIT:-$((2 * 10#${budget%.*} + 120))}
   rm -f run.log # a number can never come from an earlier run
-  mkdir -p "$run_dir" && rm -f "$run_dir/eval.jsonl" "$run_dir/timeout" || fail 2 "cannot write to $run_dir"
+  mkdir -p "$run_dir" && rm -f "$run_dir/eval.jsonl" "$run_dir/steps.jsonl" "$run_dir/timeout" || fail 2 "cannot write to $run_dir"
   run_dir=$(cd "$run_dir" && pwd)
   check_fixed 2
   "$PY" prepare.py >run.log 2>&1 || fail $(($? == 130 ? 130 : 2)) "prepare.py failed: $(tail -n 1 run.log)"

@@ -1074,8 +1074,23 @@ def synchronize() -> None:
         getattr(torch, kind).synchronize()
 
 
+def ranks() -> tuple[int, int]:
+    """(rank of this process, how many train together)."""
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
+
+
+def sum_over_ranks(value: float) -> float:
+    """The same sum on every rank; each waits for all. On the CPU: no device is synchronized."""
+    if ranks()[1] == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
 class Clock:
-    """The time budget of one run: starts once, and counts what happens outside it.
+    """The time budget of one run: starts once, and counts what happens outside it. Of several ranks, rank 0's counts.
 
     with clock.warmup(model, optimizer): steps in here compile everything and are undone afterwards
     clock.start(); while not clock.done(): ...; clock.stop()
@@ -1087,6 +1102,7 @@ class Clock:
             raise UserError("a run has one Clock, this is a second one")
         _clock = self
         self.started = self.training_seconds = None
+        self.agreed = 0.0  # rank 0's seconds at the last done(): the same on every rank
         self.warming_up = False
 
     @contextlib.contextmanager
@@ -1113,6 +1129,7 @@ class Clock:
         if self.started is not None:
             raise UserError("the clock of a run starts once")
         synchronize()
+        sum_over_ranks(0.0)  # no rank's clock runs while another one still compiles
         self.started = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -1122,11 +1139,13 @@ class Clock:
         return time.perf_counter() - self.started
 
     def progress(self) -> float:
-        """Share of the time budget that is used, 0 to 1."""
-        return min(self.elapsed() / TIME_BUDGET, 1.0)
+        """Share of the time budget that is used, 0 to 1; with several ranks, as of the last done()."""
+        return min((self.elapsed() if ranks()[1] == 1 else self.agreed) / TIME_BUDGET, 1.0)
 
     def done(self) -> bool:
-        return self.elapsed() >= TIME_BUDGET
+        """Whether the budget is used up: rank 0 decides, so that all ranks stop at the same step."""
+        self.agreed = sum_over_ranks(self.elapsed() if ranks()[0] == 0 else 0.0)
+        return self.agreed >= TIME_BUDGET
 
     def stop(self) -> None:
         if self.training_seconds is None:
@@ -1317,7 +1336,8 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
     """Bits per byte of the model on the profile's validation rows, by its logits; lower is better.
 
     Asks model(x) for logits [B, T, vocab] under the caller's autocast; everything else is done here. The result does not
-    depend on batch_size, which is halved when memory runs out. The score is recorded in AUTORESEARCH_RUN_DIR.
+    depend on batch_size, which is halved when memory runs out. The score is recorded in AUTORESEARCH_RUN_DIR. Of several
+    ranks each checks the model and scores every world-size-th row; all get the whole score, rank 0 records it.
 
     Raises:
         VoidScore: the model uses future tokens or other rows, changes while it is scored, or returns no proper logits.
@@ -1331,11 +1351,12 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
     token_bytes = Tokenizer.from_directory(CACHE).token_bytes
     rows = np.fromfile(checked(CACHE, manifest, "val_rows.bin"), np.uint16).reshape(-1, MAX_SEQ_LEN + 1)
     training, device = model.training, next(model.parameters()).device
+    rank, world = ranks()
     model.eval()
     with torch.no_grad():
         while True:
             try:
-                nats, probed = guarded_score(model, rows, token_bytes, batch_size, device)
+                nats, probed = guarded_score(model, rows[rank::world], token_bytes, batch_size, device)
                 break
             except (torch.OutOfMemoryError, RuntimeError) as e:
                 if batch_size == 1 or not re.search("out of memory|can't allocate", str(e)):
@@ -1349,7 +1370,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
         note = f"logits repeat only to {probed.noise:.2g}: smaller leaks are not seen"
         spent["marks"] = "; ".join(filter(None, (spent["marks"], note)))
     targets = rows[:, 1:]
-    n_bytes, total = int(token_bytes[targets].sum()), nats.sum().item()
+    n_bytes, total = int(token_bytes[targets].sum()), sum_over_ranks(nats.sum().item())
     bpb = total / (math.log(2) * n_bytes)
     record = {
         "run_id": os.environ.get("AUTORESEARCH_RUN_ID", ""),
@@ -1365,7 +1386,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
         "budget": TIME_BUDGET,
         **spent,
     }
-    if folder := os.environ.get("AUTORESEARCH_RUN_DIR"):
+    if rank == 0 and (folder := os.environ.get("AUTORESEARCH_RUN_DIR")):
         with open(Path(folder, "eval.jsonl"), "a") as f:
             f.write(json.dumps(record) + "\n")
     return bpb

@@ -1,57 +1,53 @@
 """A GPT trained for a fixed time: the one file that an agent edits.
 
-    uv run train.py          train for the budget, print the score (prepare.py must have run)
+    uv run train.py                                             train for the budget, print the score
+    uv run torchrun --standalone --nproc-per-node=8 train.py    the same on 8 GPUs (prepare.py must have run)
 
 Order of the file: knobs, model, optimizer, schedules, loop. Exit codes: 0 done, 1 crash, 2 refused knobs or missing data,
 3 diverged, 4 out of memory, 5 the evaluator refused the model.
 """
 
 import gc
+import json
 import math
 import os
+import re
 import resource
 import shutil
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 import prepare
-from prepare import (
-    MAX_SEQ_LEN,
-    PROFILE,
-    SEED,
-    TIME_BUDGET,
-    Clock,
-    Tokenizer,
-    UserError,
-    VoidScore,
-    evaluate_bpb,
-    get_device,
-    make_dataloader,
-    synchronize,
-)
+from prepare import MAX_SEQ_LEN, PROFILE, SEED, TIME_BUDGET, Clock, Tokenizer, UserError, VoidScore, evaluate_bpb, get_device
 
 # ---------------------------------------------------------------------------- knobs
 
-# Size: layers, width per layer, channels per head, tokens per optimizer step, rows per forward pass.
-DEPTH, ASPECT_RATIO, HEAD_DIM, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE = {
-    "full": (8, 64, 128, 2**19, 128),
-    "small": (6, 64, 64, 2**16, 16),
-    "tiny": (4, 48, 64, 2**12, 16),
+TIERS = {  # starting sizes by profile and GB of device memory: layers, tokens per optimizer step, rows per forward pass
+    "full": {80: (8, 2**19, 128), 32: (8, 2**18, 64), 24: (8, 2**17, 32), 0: (6, 2**17, 32)},
+    "small": {12: (6, 2**16, 32), 8: (6, 2**16, 16), 0: (4, 2**16, 8)},
+    "tiny": {0: (4, 2**12, 16)},
 }[PROFILE]
+MEMORY_GB = torch.cuda.get_device_properties(get_device()).total_memory / 1e9 if torch.cuda.is_available() else 8  # MPS
+DEPTH, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE = next(TIERS[gb] for gb in TIERS if 0.9 * gb <= MEMORY_GB)  # a "24 GB" card shows less
+ASPECT_RATIO, HEAD_DIM = {"full": (64, 128), "small": (64, 64), "tiny": (48, 64)}[PROFILE]  # width per layer, channels per head
 KV_GROUP = 1  # query heads that share one key/value head
 WINDOW_PATTERN = "SSSL"  # a layer's attention: S half the context, L all of it; repeated; the last layer is always L
 ROPE_BASE = 10_000
 SOFTCAP = 15.0  # logits stay within +- this
 
 MATRIX_LR = 0.04  # Muon: the matrices of the blocks
-EMBEDDING_LR = 0.6  # AdamW: token and value embeddings
-UNEMBEDDING_LR = 0.004  # AdamW: the output matrix
+# AdamW: token and value embeddings, and the output matrix (tiny: 0.01 bpb better after 600 steps than with the others').
+EMBEDDING_LR, UNEMBEDDING_LR = (0.3, 0.008) if PROFILE == "tiny" else (0.6, 0.004)
 SCALAR_LR = 0.5  # AdamW: per-layer scales (those of the residual stream take a hundredth)
 ADAM_BETAS = (0.8, 0.95)
 WEIGHT_DECAY = 0.2  # Muon only, falls to 0 over the run
@@ -59,53 +55,97 @@ WARMUP_RATIO = 0.0  # share of the budget
 WARMDOWN_RATIO = 0.5
 FINAL_LR_FRAC = 0.0
 
-ATTENTION = "auto"  # fa3, sdpa or plain
+ATTENTION = "auto"  # or fa3, flash, sdpa, plain
 COMPILE = True
 
 # ---------------------------------------------------------------------------- attention
 
-# All three take q [B, T, H, D] and k, v [B, T, H/g, D] and mean the same: query i sees keys i-window ... i.
+# All take q [B, T, H, D] and k, v [B, T, H/g, D] and mean the same: query i sees keys i-window ... i.
 
 
-def window_mask(seq_len: int, window: int, device) -> torch.Tensor:
-    """bool [T, T]: whether query (row) sees key (column)."""
-    distance = torch.arange(seq_len, device=device)[:, None] - torch.arange(seq_len, device=device)
-    return (distance >= 0) & (distance <= window)
-
-
-def sdpa_attention(q, k, v, window: int):
+def in_blocks(attend, q, k, v, window: int):
+    """attend(q, k, v, mask) on heads-first tensors, a block of queries at a time with only the keys that it can see."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    mask = None if window >= q.size(2) - 1 else window_mask(q.size(2), window, q.device)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
-    return y.transpose(1, 2)
+    seq_len = q.size(2)
+    size = max(64, min(window, seq_len) // 2)
+    out = []
+    for start in range(0, seq_len, size):
+        end, first = min(start + size, seq_len), max(0, start - window)
+        distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        mask = (distance >= 0) & (distance <= window)
+        out.append(attend(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask))
+    return torch.cat(out, 2).transpose(1, 2)
 
 
 def plain_attention(q, k, v, window: int):
     """Two products and a float32 softmax: compiled on a CPU faster than its flash attention at short contexts."""
+
+    def attend(q, k, v, mask):
+        scores = (q @ k.transpose(-2, -1)).float() * q.size(-1) ** -0.5
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype) @ v
+
     group = q.size(2) // k.size(2)
-    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    scores = (q @ k.transpose(-2, -1)).float() * q.size(-1) ** -0.5
-    scores = scores.masked_fill(~window_mask(q.size(2), window, q.device), float("-inf"))
-    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+    return in_blocks(attend, q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), window)
 
 
-def pick_attention(device: torch.device):
-    """(function, why): Flash Attention 3 on Hopper, else torch's own."""
-    name, why = ATTENTION, "set by ATTENTION"
-    if name == "auto":
-        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
-            name, why = "fa3", "Hopper GPU"
-        else:
-            name, why = ("plain", "CPU") if device.type == "cpu" else ("sdpa", "no Hopper GPU")
-    if name == "fa3":
+def sdpa_attention(q, k, v, window: int):
+    """torch's scaled_dot_product_attention, which knows causal but not windows."""
+    gqa = q.size(2) != k.size(2)
+    if window < q.size(1) - 1:
+        attend = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)  # noqa: E731
+        return in_blocks(attend, q, k, v, window)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
+
+
+def flash_attention(q, k, v, window: int):
+    """Flash Attention 2 in torch's CUDA build, from Ampere on: knows windows, needs no mask and no Triton."""
+    B, T = q.shape[:2]
+    starts = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    y = varlen_attn(q, k, v, starts, starts, T, T, window_size=(window, 0), enable_gqa=q.size(1) != k.size(1))
+    return y.unflatten(0, (B, T))
+
+
+def load_fa3():
+    """Flash Attention 3."""
+    from kernels import get_kernel
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise RuntimeError("no Hopper GPU")
+    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_func
+    return lambda q, k, v, window: flash(q, k, v, causal=True, window_size=(window, 0))
+
+
+BACKENDS = {"flash": flash_attention, "sdpa": sdpa_attention, "plain": plain_attention}  # and fa3, once it is loaded
+
+
+def try_attention(attend, config, device) -> None:
+    """One real call, forward and backward: a backend with another window would train another model."""
+    heads = (config.n_head, config.n_kv_head, config.n_kv_head)
+    qkv = [torch.randn(2, 96, h, config.n_embd // config.n_head, device=device, dtype=config.dtype) for h in heads]
+    qkv = [t.requires_grad_() for t in qkv]
+    for window in (17, 96):
+        ys = [f(*qkv, window) for f in (attend, plain_attention)]
+        mine, plain = ([y, *torch.autograd.grad(y.float().square().sum(), qkv)] for y in ys)
+        if not all((a - b).norm() <= 0.03 * b.norm() for a, b in zip(mine, plain, strict=True)):
+            raise ValueError("wrong numbers in a trial call")
+
+
+def pick_attention(config, device: torch.device):
+    """(function, name and why): the first backend for this device that loads and passes its trial."""
+    kind = f"{device.type}, {str(config.dtype)[6:]}"
+    auto = {"cpu": ["plain"], "cuda, bfloat16": ["fa3", "flash", "sdpa"]}
+    names = [ATTENTION, "sdpa"] if ATTENTION != "auto" else auto.get(kind, auto.get(device.type, ["sdpa"]))
+    why = [kind if ATTENTION == "auto" else "set by ATTENTION"]
+    for name in names:
         try:
-            from kernels import get_kernel
-
-            flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_func
-            return (lambda q, k, v, window: flash(q, k, v, causal=True, window_size=(window, 0))), f"fa3 ({why})"
-        except Exception as e:  # any failure to load is a reason to go on without it
-            name, why = "sdpa", f"fa3 could not be loaded: {type(e).__name__}: {e}"
-    return {"sdpa": sdpa_attention, "plain": plain_attention}[name], f"{name} ({why})"
+            attend = load_fa3() if name == "fa3" else BACKENDS[name]
+            try_attention(attend, config, device)
+            return attend, f"{name} ({'; '.join(why)})"
+        except Exception as e:  # whatever it is, the next one means the same
+            why.append(f"no {name}: {type(e).__name__}: {str(e).strip()[:200]}")
+    raise UserError(f"no attention works here: {'; '.join(why)}")
 
 
 # ---------------------------------------------------------------------------- model
@@ -132,7 +172,7 @@ class GPTConfig:
 
 
 def norm(x):
-    return F.rms_norm(x, (x.size(-1),))
+    return F.rms_norm(x, (x.size(-1),)).to(x.dtype)  # CUDA's autocast would make the whole stream float32
 
 
 def rotate(x, cos, sin):
@@ -153,7 +193,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.n_embd, kv_dim, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         gated = config.has_value_embedding(layer)
-        self.gate = nn.Linear(self.GATE_CHANNELS, config.n_kv_head, bias=False) if gated else None
+        self.gate = nn.Linear(min(self.GATE_CHANNELS, config.n_embd), config.n_kv_head, bias=False) if gated else None
 
     def forward(self, x, value_embedding, cos, sin):
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q, self.k, self.v))
@@ -184,12 +224,16 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def softcap(logits):
+    return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
+
+
 class GPT(nn.Module):
     """Token ids int64 [B, T] -> logits float32 [B, T, vocab]. Build it on the meta device, then call init_weights."""
 
     def __init__(self, config: GPTConfig, attend=sdpa_attention):
         super().__init__()
-        self.config = config
+        self.config, self.checkpointing = config, False  # checkpointing: activations are computed again in the backward pass
         layers, kv_dim = range(config.n_layer), config.n_embd // config.n_head * config.n_kv_head
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.value_embeddings = nn.ModuleDict(
@@ -227,15 +271,20 @@ class GPT(nn.Module):
         self.sin.copy_(angles.sin())
         return self
 
-    def forward(self, idx):
+    def trunk(self, idx):
+        """What the output matrix reads: [B, T, n_embd]."""
         dtype = self.config.dtype
         cos, sin = self.cos[: idx.size(1)].to(dtype), self.sin[: idx.size(1)].to(dtype)
         x = x0 = norm(self.wte(idx).to(dtype))
         for i, block in enumerate(self.blocks):
             x = self.resid_scale[i] * x + self.x0_scale[i] * x0
             embedding = self.value_embeddings[str(i)](idx).to(dtype) if str(i) in self.value_embeddings else None
-            x = block(x, embedding, cos, sin)
-        return SOFTCAP * torch.tanh(self.lm_head(norm(x)).float() / SOFTCAP)
+            args = (x, embedding, cos, sin)
+            x = checkpoint(block, *args, use_reentrant=False) if self.checkpointing and self.training else block(*args)
+        return norm(x)
+
+    def forward(self, idx):
+        return softcap(self.lm_head(self.trunk(idx)))
 
     def matrices(self) -> list[nn.Parameter]:
         """What Muon trains."""
@@ -247,6 +296,39 @@ class GPT(nn.Module):
         weights = sum(p.numel() for p in self.matrices()) + self.lm_head.weight.numel()
         keys = sum(min(c.window(i), c.seq_len) for i in range(c.n_layer))
         return 6 * weights + 12 * c.n_embd * keys
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross-entropy of softcap(x @ weight.T), never holding all logits: x [N, C], weight [V, C], y int64 [N].
+
+    The gradient of a chunk is taken while its logits are at hand, in the forward pass, and written out: for another loss
+    start from F.cross_entropy(model(x).flatten(0, 1), y.flatten()).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, y):
+        rows = max(len(x) // 16, 2**21 // len(weight))
+        w, dx, dw, total = weight.to(x.dtype), [], 0.0, 0.0
+        for x_part, y_part in zip(x.split(rows), y.split(rows), strict=True):
+            z = softcap(x_part @ w.T)
+            log_sum = z.logsumexp(-1, keepdim=True)
+            total = total + (log_sum - z.gather(1, y_part[:, None])).sum()
+            target = torch.arange(len(w), device=y.device) == y_part[:, None]
+            dz = (((z - log_sum).exp() - target.float()) * (1 - (z / SOFTCAP).square())).to(x.dtype)
+            dx.append(dz @ w)
+            dw = dw + (dz.T @ x_part).float()
+        ctx.save_for_backward(torch.cat(dx), dw)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        scale = grad / len(dx)
+        return (dx * scale).to(dx.dtype), dw * scale, None
+
+
+def train_loss(model: GPT, x, y):
+    return ChunkedLoss.apply(model.trunk(x).flatten(0, 1), model.lm_head.weight, y.flatten())
 
 
 # ---------------------------------------------------------------------------- optimizer
@@ -280,11 +362,11 @@ def muon_update(params, grads, momenta, variances, lr, wd, mu, beta2, dtype: tor
     decay only where it agrees with the update (cautious, arXiv 2411.16085). lr, wd, mu: 0-dim tensors.
     """
     g = torch.stack(grads)
-    momenta.lerp_(g, 1 - mu)
-    update = orthogonalize(g.lerp(momenta, mu), dtype).to(g.dtype)
+    momenta.add_((1 - mu) * (g - momenta))  # lerp_ has given wrong numbers on MPS
+    update = orthogonalize(g + mu * (momenta - g), dtype).to(g.dtype)
     rows, cols = update.shape[-2:]
     dim = -1 if rows >= cols else -2
-    variances.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
+    variances.add_((1 - beta2) * (update.square().mean(dim, keepdim=True) - variances))
     scaled = update * (variances + 1e-10).rsqrt()
     # the normalization changes directions between neurons, not the size of the step
     update = scaled * (update.norm(dim=(-2, -1), keepdim=True) / (scaled.norm(dim=(-2, -1), keepdim=True) + 1e-10))
@@ -296,8 +378,8 @@ def muon_update(params, grads, momenta, variances, lr, wd, mu, beta2, dtype: tor
 def adamw_update(params, grads, firsts, seconds, lrs, t, beta1: float, beta2: float, eps: float = 1e-10):
     """One AdamW step (arXiv 1711.05101, no decay) in place; lrs: one 0-dim tensor a parameter, t: step from 1."""
     for p, g, m, v, lr in zip(params, grads, firsts, seconds, lrs, strict=True):
-        m.lerp_(g, 1 - beta1)
-        v.lerp_(g.square(), 1 - beta2)
+        m.add_((1 - beta1) * (g - m))
+        v.add_((1 - beta2) * (g.square() - v))
         p.sub_(lr / (1 - beta1**t) * m / ((v / (1 - beta2**t)).sqrt() + eps))
 
 
@@ -305,12 +387,13 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon for groups of kind "muon" (same shape within a group), AdamW for those of kind "adamw".
 
     Rates are read from the groups at every step and reach the compiled updates as tensors: a new rate recompiles nothing.
+    Of several ranks each updates its share of the matrices and of the tables' rows, then they exchange the results.
     """
 
     def __init__(self, groups, dtype: torch.dtype, compile: bool):
         super().__init__(groups, {"weight_decay": 0.0, "momentum": 0.95, "beta2": 0.95})
         wrap = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if compile else (lambda f: f)
-        self.dtype, self.update, self.steps = dtype, wrap(self._update), 0
+        self.dtype, self.update = dtype, wrap(self._update)
 
     def _update(self, adamw, muon, t):
         adamw_update(*adamw, t, *ADAM_BETAS)
@@ -319,25 +402,38 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        adamw, muon = [[] for _ in range(5)], []
+        rank, world = prepare.ranks()
+        adamw, muon, shares = [[] for _ in range(5)], [], []
         for group in self.param_groups:
             params, lr = group["params"], torch.tensor(group["lr"])
             if group["kind"] == "adamw":
                 for p in params:
-                    state = self.state[p] = self.state[p] or {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "t": 0}
+                    split = world if p.dim() == 2 and len(p) % world == 0 else 1
+                    mine, grad = p.chunk(split)[rank % split], p.grad.chunk(split)[rank % split]
+                    shares += [(p.chunk(split), [mine])] if split > 1 else []
+                    state = self.state[p] = self.state[p] or {"m": torch.zeros_like(mine), "v": torch.zeros_like(mine), "t": 0}
                     state["t"] += 1
                     t = state["t"]
-                    for column, value in zip(adamw, (p, p.grad, state["m"], state["v"], lr), strict=True):
+                    for column, value in zip(adamw, (mine, grad, state["m"], state["v"], lr), strict=True):
                         column.append(value)
             else:
+                share = -(-len(params) // world)  # where it does not divide, some matrices are updated twice, alike
+                mine = [params[i % len(params)] for i in range(rank * share, (rank + 1) * share)]
+                shares += [(params, mine)] if world > 1 else []
                 state = self.state[params[0]]
                 if not state:
                     rows, cols = params[0].shape
-                    state["m"] = params[0].new_zeros(len(params), rows, cols)
-                    state["v"] = params[0].new_zeros(len(params), *((rows, 1) if rows >= cols else (1, cols)))
+                    state["m"] = params[0].new_zeros(share, rows, cols)
+                    state["v"] = params[0].new_zeros(share, *((rows, 1) if rows >= cols else (1, cols)))
                 rates = [torch.tensor(group[k]) for k in ("weight_decay", "momentum", "beta2")]
-                muon.append((params, [p.grad for p in params], state["m"], state["v"], lr, *rates))
+                muon.append((mine, [p.grad for p in mine], state["m"], state["v"], lr, *rates))
         self.update(adamw, muon, torch.tensor(float(t)))
+        for parts, mine in shares:
+            mine = torch.stack(mine)
+            everyones = mine.new_empty(world * len(mine), *mine.shape[1:])
+            dist.all_gather_single(everyones, mine)
+            for part, new in zip(parts, everyones, strict=False):
+                part.copy_(new)
 
 
 def build_optimizer(model: GPT, dtype: torch.dtype, compile: bool) -> MuonAdamW:
@@ -381,24 +477,26 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
 
 # ---------------------------------------------------------------------------- device
 
-PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets; first match wins
-    "H200": 989.5, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.5, "H800": 989.5, "A100": 312.0, "A10G": 70.0,
-    "A10": 125.0, "L40S": 362.05, "L4": 121.0, "RTX 3090": 71.0, "RTX 4090": 165.2, "RTX 5090": 209.5, "6000 Ada": 364.2,
-    "B200": 2250.0, "MI300X": 1307.4,
+PEAK_TFLOPS = {  # dense bf16 with float32 sums (fp16 on V100 and T4), from the makers' data sheets; first match wins
+    "B200": 2250.0, "H200": 989.5, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.5, "H800": 989.5, "A100": 312.0,
+    "A10G": 70.0, "A10": 125.0, "L40S": 362.05, "L40": 181.05, "L4": 121.0, "RTX PRO 6000": 503.8, "6000 Ada": 364.2,
+    "A6000": 154.8, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71.0,
+    "RTX 3080": 59.5, "GB10": 125.0, "V100": 125.0, "T4": 65.0, "MI300X": 1307.4,
 }  # fmt: skip
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 only where the device computes it natively: emulated it is many times slower than float32."""
-    native = {
-        "cuda": lambda: torch.cuda.is_bf16_supported(including_emulation=False),
-        "cpu": lambda: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
-    }
-    return torch.bfloat16 if native.get(device.type, lambda: False)() else torch.float32
+    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return torch.bfloat16
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    volta_or_turing = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 7
+    return torch.float16 if volta_or_turing else torch.float32
 
 
 def can_compile(device: torch.device) -> str:
-    """"" if torch.compile works here (it needs a compiler and Python's headers), else why not."""
+    """'' if torch.compile works here (it needs a compiler and Python's headers), else why not."""
     if not COMPILE:
         return "COMPILE is off"
     if device.type == "mps":
@@ -414,7 +512,7 @@ def can_compile(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(floating-point operations a second, where the number is from)."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
+    if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for key, tflops in PEAK_TFLOPS.items():
             if key in name:
@@ -424,7 +522,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     for _ in range(8):
         start = time.perf_counter()
         a @ a
-        synchronize()
+        prepare.synchronize()
         best = min(best, time.perf_counter() - start)
     return 2 * n**3 / best, f"measured, {str(dtype)[6:]} {n}x{n} product"
 
@@ -445,11 +543,7 @@ class Diverged(Exception):
 
 
 def build_config(vocab_size: int, dtype: torch.dtype) -> GPTConfig:
-    """The model that the knobs describe.
-
-    Raises:
-        UserError: knobs that do not fit together, with the numbers and the nearest good value.
-    """
+    """The model that the knobs describe. Raises UserError for knobs that do not fit together, with a good value."""
     n_head = -(-DEPTH * ASPECT_RATIO // HEAD_DIM)
     if min(DEPTH, ASPECT_RATIO, HEAD_DIM, DEVICE_BATCH_SIZE, TOTAL_BATCH_SIZE, KV_GROUP) < 1 or HEAD_DIM % 2:
         raise UserError(f"sizes must be positive and HEAD_DIM even: {DEPTH=}, {ASPECT_RATIO=}, {HEAD_DIM=}, {KV_GROUP=}")
@@ -458,18 +552,46 @@ def build_config(vocab_size: int, dtype: torch.dtype) -> GPTConfig:
         raise UserError(f"{n_head} heads do not divide into groups of {KV_GROUP=}. hint: one of {good}")
     if not WINDOW_PATTERN or set(WINDOW_PATTERN) - set("SL"):
         raise UserError(f"{WINDOW_PATTERN=} may hold only S and L")
-    micro = DEVICE_BATCH_SIZE * MAX_SEQ_LEN
-    if TOTAL_BATCH_SIZE % micro:
-        low = TOTAL_BATCH_SIZE // micro * micro
-        raise UserError(
-            f"{TOTAL_BATCH_SIZE=} is not a multiple of {DEVICE_BATCH_SIZE} rows x {MAX_SEQ_LEN} tokens = {micro}. "
-            f"hint: TOTAL_BATCH_SIZE = {' or '.join(str(n) for n in (low, low + micro) if n)}, or another DEVICE_BATCH_SIZE"
-        )
     return GPTConfig(vocab_size, MAX_SEQ_LEN, DEPTH, n_head, n_head // KV_GROUP, n_head * HEAD_DIM, WINDOW_PATTERN, dtype)
 
 
-def train_loss(model: GPT, x, y):
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+def split_batch(world: int) -> tuple[int, int]:
+    """(rows of each rank in a step, rows of each forward pass). Raises UserError where TOTAL_BATCH_SIZE does not divide."""
+    rows = TOTAL_BATCH_SIZE // (MAX_SEQ_LEN * world)
+    micro = min(DEVICE_BATCH_SIZE, max(rows, 1))
+    unit = micro * MAX_SEQ_LEN * world
+    if TOTAL_BATCH_SIZE % unit:
+        good = [n for n in (TOTAL_BATCH_SIZE // unit * unit, TOTAL_BATCH_SIZE // unit * unit + unit) if n]
+        raise UserError(
+            f"{TOTAL_BATCH_SIZE=} is not a multiple of {micro} rows x {MAX_SEQ_LEN} tokens x {world} ranks = {unit}. "
+            f"hint: TOTAL_BATCH_SIZE = {' or '.join(map(str, good))}, or another DEVICE_BATCH_SIZE"
+        )
+    return rows, micro
+
+
+def fits(micro_step, optimizer) -> bool:
+    """Whether two steps fit into the memory of every rank; the second one holds the optimizer's state too."""
+    for _ in range(2):
+        try:
+            micro_step()
+            full = 0
+        except RuntimeError as e:
+            if not re.search("out of memory|can't allocate", str(e)):
+                raise
+            full = 1
+        if prepare.sum_over_ranks(full):
+            return False
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return True
+
+
+def grad_norms(optimizer) -> dict:
+    """{"muon": norm of all its gradients, "adamw": ...} as 0-dim tensors."""
+    kinds = {}
+    for group in optimizer.param_groups:
+        kinds.setdefault(group["kind"], []).extend(p.grad for p in group["params"])
+    return {kind: torch.nn.utils.get_total_norm(grads) for kind, grads in kinds.items()}
 
 
 def show(line: str, last: bool = False) -> None:
@@ -483,102 +605,146 @@ def show(line: str, last: bool = False) -> None:
 def main() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(prepare.ROOT / "compiled"))  # kept: a second run starts in seconds
     device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(timeout=timedelta(minutes=10))  # a first compilation can keep the others waiting
+    rank, world = prepare.ranks()
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (rank 0 alone prints)
     dtype = compute_dtype(device)
-    torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_directory()
     config = build_config(tokenizer.get_vocab_size(), dtype)
+    rank_rows, rows = split_batch(world)
     why_eager = can_compile(device)
-    attend, attention = pick_attention(device)
-    autocast = torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+    attend, attention = pick_attention(config, device)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
+    torch.manual_seed(SEED)
     with torch.device("meta"):
         model = GPT(config, attend)
     model.init_weights(device)
     optimizer = build_optimizer(model, dtype, compile=not why_eager)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # gradients below float16 would become 0
     loss_of = train_loss if why_eager else torch.compile(train_loss, dynamic=False)
-    loader = make_dataloader(tokenizer, DEVICE_BATCH_SIZE, MAX_SEQ_LEN, "train")
-    x, y, epoch = next(loader)
-    grad_accum_steps = TOTAL_BATCH_SIZE // (DEVICE_BATCH_SIZE * MAX_SEQ_LEN)
     n_params = sum(p.numel() for p in model.parameters())
     peak, peak_source = peak_flops(device, dtype)
+    mfu_of_speed = 100 * model.flops_per_token() / peak / world
+    with torch.no_grad(), autocast:
+        stream = model.trunk(torch.zeros(1, 8, dtype=torch.int64, device=device)).dtype  # wider: something promotes it
     print(f"data       {PROFILE}, data_id {prepare.load_manifest(prepare.CACHE)['data_id']}, seed {SEED}")
     print(f"model      {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, {n_params / 1e6:.1f} M parameters")
-    print(f"batch      {TOTAL_BATCH_SIZE} tokens = {grad_accum_steps} x {DEVICE_BATCH_SIZE} rows x {MAX_SEQ_LEN}")
-    print(f"device     {device}, {str(dtype)[6:]}, {'compiled' if not why_eager else f'eager ({why_eager})'}")
+    print(f"device     {world} x {device.type}, {f'eager ({why_eager})' if why_eager else 'compiled'}")
+    print(f"precision  {str(dtype)[6:]}, residual stream {str(stream)[6:]}")
     print(f"attention  {attention}")
     print(f"peak       {peak / 1e12:.2f} TFLOP/s ({peak_source})", flush=True)
 
     def micro_step():
         with autocast:
-            loss = loss_of(model, x, y)
-        (loss / grad_accum_steps).backward()
+            loss = loss_of(model, x, y) * (rows / rank_rows / world)
+        scaler.scale(loss).backward()
         return loss.detach()
 
+    def add_up(p):  # over the ranks, as soon as the last micro-step has a gradient, while the backward pass goes on
+        if last:
+            sums.append(dist.all_reduce(p.grad, async_op=True))
+
+    last, sums = False, []
+    for p in model.parameters() if world > 1 else []:
+        p.register_post_accumulate_grad_hook(add_up)
+
     clock = Clock()
-    with clock.warmup(model, optimizer):  # compiles; its steps are undone
-        for _ in range(2):
-            micro_step()
-            optimizer.step()
+    with clock.warmup(model, optimizer):  # compiles, and finds what fits into memory; its steps are undone
+        while True:
+            loader = prepare.make_dataloader(tokenizer, rows, MAX_SEQ_LEN, "train")
+            x, y, epoch = next(loader)
+            if fits(micro_step, optimizer):
+                break
+            if rows == 1 and model.checkpointing:
+                raise torch.OutOfMemoryError("one row does not fit, even with activation checkpointing. hint: a smaller model")
+            model.checkpointing = rows == 1
+            rows = next(n for n in range(max(rows // 2, 1), 0, -1) if rank_rows % n == 0)
+            print(f"memory     out of memory: {rows} rows at a time{', activation checkpointing' * model.checkpointing}")
             optimizer.zero_grad(set_to_none=True)
+            torch.compiler.reset()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+    grad_accum_steps = rank_rows // rows
+    print(f"batch      {TOTAL_BATCH_SIZE} tokens = {world} ranks x {grad_accum_steps} x {rows} rows x {MAX_SEQ_LEN}", flush=True)
     gc.collect()
     gc.freeze()  # a collection in the middle of a run costs half a second
     gc.disable()
 
+    run_dir = os.environ.get("AUTORESEARCH_RUN_DIR") if rank == 0 else None
     startup_seconds = time.perf_counter() - prepare.STARTED
     clock.start()
-    step, shown, losses, smooth = 0, 0.0, [], 0.0
+    step, shown, recorded, queue, smooth = 0, 0.0, -math.inf, [], 0.0
     explodes = 2 * math.log(config.vocab_size)
     while not clock.done():
         set_schedules(optimizer, clock.progress(), step)
         loss = 0.0
-        for _ in range(grad_accum_steps):
-            loss = loss + micro_step() / grad_accum_steps
+        for i in range(grad_accum_steps):
+            last = i == grad_accum_steps - 1
+            loss = loss + micro_step()
             x, y, epoch = next(loader)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss)
+        if world > 1:
+            sums.append(dist.all_reduce(loss, async_op=True))
+        while sums:
+            sums.pop(0).wait()
+        scaler.step(optimizer)
+        scaler.update()
         step += 1
+        elapsed, norms = clock.elapsed(), None
+        if run_dir and elapsed - recorded > TIME_BUDGET / 300:
+            recorded, norms = elapsed, grad_norms(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        queue.append((step, elapsed, loss, norms))
         if step > 1 or device.type == "cpu":  # a GPU is asked for the step before this one: it never waits for us
-            value = losses[-1 if device.type == "cpu" else -2].item()
+            at, then, loss, norms = queue.pop(0)
+            value = loss.item()
             if not value <= explodes:
-                raise Diverged(f"loss {value:.3f} at step {step} (guessing has {explodes / 2:.3f})")
-            smooth += (value - smooth) / min(step, 50)
-            losses = losses[-1:]
-        elapsed = clock.elapsed()
+                raise Diverged(f"loss {value:.3f} at step {at} (guessing has {explodes / 2:.3f})")
+            smooth += (value - smooth) / min(at, 50)
+            if norms:
+                line = {"step": at, "elapsed": then, "loss": value, "lrm": lr_multiplier(clock.progress())}
+                line["grad_norm"] = {kind: norm.item() for kind, norm in norms.items()}
+                line |= {"tokens_per_second": at * TOTAL_BATCH_SIZE / then, "memory_mb": peak_memory_mb(device)}
+                with open(Path(run_dir, "steps.jsonl"), "a") as f:
+                    f.write(json.dumps(line) + "\n")
         if elapsed - shown > (0.2 if sys.stdout.isatty() else 5):
             shown, speed = elapsed, step * TOTAL_BATCH_SIZE / elapsed
             show(
                 f"step {step:6d} | {100 * clock.progress():5.1f}% | loss {smooth:.4f} | {speed / 1e3:.1f} k tokens/s | "
-                f"mfu {100 * speed * model.flops_per_token() / peak:.1f}% | epoch {epoch} | {TIME_BUDGET - elapsed:.0f} s left"
+                f"mfu {mfu_of_speed * speed:.1f}% | epoch {epoch} | {TIME_BUDGET - elapsed:.0f} s left"
             )
     clock.stop()
-    training_seconds = clock.elapsed()
-    tokens = step * TOTAL_BATCH_SIZE
-    show(f"step {step:6d} | 100.0% | loss {smooth:.4f} | {tokens / training_seconds / 1e3:.1f} k tokens/s", last=True)
+    training_seconds, tokens = clock.elapsed(), step * TOTAL_BATCH_SIZE
+    speed = tokens / training_seconds
+    show(f"step {step:6d} | 100.0% | loss {smooth:.4f} | {speed / 1e3:.1f} k tokens/s", last=True)
+    if mfu_of_speed * speed > 100:
+        print(f"mfu        over 100% cannot be: the peak of {peak / 1e12:.1f} TFLOP/s ({peak_source}) is wrong for this device")
 
     start = time.perf_counter()
     with autocast:
-        val_bpb = evaluate_bpb(model if why_eager else torch.compile(model, dynamic=False), tokenizer, DEVICE_BATCH_SIZE)
+        val_bpb = evaluate_bpb(model if why_eager else torch.compile(model, dynamic=False), tokenizer, min(rows, 32))
     now = time.perf_counter()
-    summary = {
-        "val_bpb": f"{val_bpb:.6f}",
-        "training_seconds": f"{training_seconds:.1f}",
-        "total_seconds": f"{now - prepare.STARTED:.1f}",
-        "startup_seconds": f"{startup_seconds:.1f}",
-        "eval_seconds": f"{now - start:.1f}",
-        "peak_vram_mb": f"{peak_memory_mb(device):.1f}",
-        "mfu_percent": f"{100 * tokens / training_seconds * model.flops_per_token() / peak:.2f}",
-        "total_tokens_M": f"{tokens / 1e6:.1f}",
-        "num_steps": f"{step}",
-        "num_params_M": f"{n_params / 1e6:.1f}",
-        "depth": f"{DEPTH}",
-    }
+    summary = {  # name: value, decimals
+        "val_bpb": (val_bpb, 6), "training_seconds": (training_seconds, 1), "total_seconds": (now - prepare.STARTED, 1),
+        "startup_seconds": (startup_seconds, 1), "eval_seconds": (now - start, 1), "peak_vram_mb": (peak_memory_mb(device), 1),
+        "mfu_percent": (mfu_of_speed * speed, 2), "total_tokens_M": (tokens / 1e6, 1), "num_steps": (step, 0),
+        "num_params_M": (n_params / 1e6, 1), "depth": (DEPTH, 0),
+    }  # fmt: skip
     print("---")
-    for name, value in summary.items():
-        print(f"{name + ':':<18}{value}")
-    metrics = {name.replace("vram", "memory").lower(): value for name, value in summary.items() if name != "depth"}
-    print("\n" + "\n".join(f"METRIC {name}={value}" for name, value in metrics.items()), flush=True)
+    for name, (value, decimals) in summary.items():
+        print(f"{name + ':':<18}{value:.{decimals}f}")
+    del summary["depth"]
+    for name, (value, decimals) in summary.items():
+        print(f"\nMETRIC {name.replace('vram', 'memory').lower()}={value:.{decimals}f}", end="", flush=True)
+    print(flush=True)
+    if world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -245,8 +245,8 @@ def test_warmup_leaves_no_trace(monkeypatch):
 @pytest.mark.parametrize(
     "knobs, message",
     [
-        ({"TOTAL_BATCH_SIZE": 5000}, r"5000 .* 16 rows x 256 tokens = 4096.*4096 or 8192"),
-        ({"TOTAL_BATCH_SIZE": 100}, r"hint: TOTAL_BATCH_SIZE = 4096,"),
+        ({"TOTAL_BATCH_SIZE": 5000}, r"5000 .* 16 rows x 256 tokens x 1 ranks = 4096.*4096 or 8192"),
+        ({"TOTAL_BATCH_SIZE": 100}, r"hint: TOTAL_BATCH_SIZE = 256,"),
         ({"KV_GROUP": 2}, r"3 heads .*one of \[1, 3\]"),
         ({"WINDOW_PATTERN": "SSX"}, "only S and L"),
         ({"HEAD_DIM": 33}, "HEAD_DIM=33"),
@@ -259,6 +259,7 @@ def test_bad_knobs_are_refused_with_the_numbers(monkeypatch, knobs, message):
         monkeypatch.setattr(train, name, value)
     with pytest.raises(prepare.UserError, match=message):
         train.build_config(2048, torch.float32)
+        train.split_batch(1)
 
 
 def test_width_is_rounded_up_to_whole_heads(monkeypatch):
