@@ -945,12 +945,15 @@ def draw(segment, floor, path):
     if steps := kept(segment):
         x, y = [row["run"] for row in steps], [row["metric"] for row in steps]
         room = max(max(y) - min(y), 4 * floor, 1e-6)
-        bottom, top = min(y) - 0.13 * room, max(y) + 0.43 * room
-        axes.set_ylim(bottom - 0.02 * room, top + 0.02 * room)
+        scored = [row["metric"] for row in segment if row["metric"]]
+        bottom, top = min(min(y) - floor, *scored) - 0.05 * room, max(y) + 0.43 * room
+        axes.set_ylim(bottom, top + 0.02 * room)
         axes.axhspan(min(y) - floor, min(y) + floor, color="#1f9d63", alpha=0.12, lw=0, label="noise band")
         other = [row for row in segment if row["status"] != "keep" and row["metric"]]
-        axes.scatter([row["run"] for row in other], [max(bottom, min(row["metric"], top)) for row in other],
-                     s=14, color="#9a9a9a", label="not kept")
+        inside, above = ([row for row in other if (row["metric"] > top) == far] for far in (False, True))
+        axes.scatter([row["run"] for row in inside], [row["metric"] for row in inside], s=14, color="#9a9a9a", label="not kept")
+        if above:  # bad runs must not press the others flat
+            axes.scatter([row["run"] for row in above], [top] * len(above), s=18, marker="^", color="#9a9a9a", label="higher")
         failed = [row["run"] for row in segment if not row["metric"]]
         axes.scatter(failed, [top] * len(failed), s=18, marker="x", color="#c2410c", label="failed")
         axes.step([*x, segment[-1]["run"]], [*y, y[-1]], where="post", color="#1f9d63", lw=1.5)
@@ -988,7 +991,7 @@ h1 { font-size: 20px; margin: 0 0 8px; } pre { overflow-x: auto; margin: 0; font
 svg { display: block; width: 100%; margin-top: 12px; } svg .axis { stroke: var(--line); }
 svg text { fill: var(--dim); font-size: 11px; }
 .step, .curve { fill: none; stroke: var(--keep); stroke-width: 1.5; } .band { fill: var(--keep); opacity: .13; }
-circle, .x { cursor: pointer; fill: var(--c); } .x { stroke: var(--c); stroke-width: 2; }
+circle, .x, .higher { cursor: pointer; fill: var(--c); } .x { stroke: var(--c); stroke-width: 2; }
 .bar { display: flex; gap: 8px; margin: 12px 0; align-items: center; }
 select, input { font: inherit; color: inherit; background: var(--soft); border: 1px solid var(--line);
   border-radius: 6px; padding: 5px 8px; min-width: 0; } input { flex: 1; }
@@ -1107,9 +1110,10 @@ function chart() {
   const kept = segment.filter((r) => r.status === "keep" && r.metric), scores = kept.map((r) => r.metric);
   if (!kept.length) return element(svg, "text", { x: 8, y: 24 }, "no scored run yet");
   const low = Math.min(...scores), high = Math.max(...scores), room = Math.max(high - low, 4 * data.floor, 1e-6);
-  const top = high + 0.4 * room, bottom = low - 0.2 * room;
+  const all = segment.map((r) => r.metric).filter(Boolean), bottom = Math.min(low - data.floor, ...all) - 0.05 * room;
+  const top = high + 0.4 * room;  // bad runs must not press the others flat
   const x = (run) => left + 8 + (run - first) / Math.max(1, last.run - first) * (width - left - 24);
-  const y = (m) => 14 + (top - Math.max(bottom, Math.min(m, top))) / (top - bottom) * (height - 44);
+  const y = (m) => 14 + (top - Math.min(m, top)) / (top - bottom) * (height - 44);
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const m = bottom + (top - bottom) * part, run = Math.round(first + part * (last.run - first));
     element(svg, "line", { class: "axis", x1: left, x2: width, y1: y(m), y2: y(m) });
@@ -1122,7 +1126,8 @@ function chart() {
   element(svg, "path", { class: "step", d: path([...steps, [x(last.run), y(scores[scores.length - 1])]]) });
   for (const r of segment) {
     const cx = x(r.run), cy = r.metric ? y(r.metric) : 14;
-    const mark = r.metric ? element(svg, "circle", { class: r.status, cx, cy, r: r.status === "keep" ? 4.5 : 3 })
+    const mark = r.metric > top ? element(svg, "path", { class: "higher " + r.status, d: `M${cx - 4} ${cy + 3}h8l-4-7z` })
+      : r.metric ? element(svg, "circle", { class: r.status, cx, cy, r: r.status === "keep" ? 4.5 : 3 })
       : element(svg, "path", { class: "x " + r.status, d: `M${cx - 3} ${cy - 3}l6 6m0-6l-6 6` });
     const text = `run ${r.run} ${r.status} (${r.reason})\\n${score(r)} ${signed(r)}\\n${r.description.slice(0, 160)}`;
     element(mark, "title", {}, text);

@@ -74,23 +74,24 @@ def test_a_run_opens_with_its_diff_notes_and_curve_and_its_text_stays_text(brows
     steps = "\\n".join(lines) + "\\n{half"
     cycle.edit(0.9, f"open(os.path.join(folder, 'steps.jsonl'), 'w').write({steps!r}.replace('\\\\n', chr(10)))")
     cycle.run(EVIL, "--asi", json.dumps({"hypothesis": EVIL}))
-    row = cycle.rows()[1] | {"run": 3, "status": "checks_failed", "metric": 0.1}  # far below the axis: at its edge
-    with open(cycle.root / "autoresearch.jsonl", "a") as log:
-        log.write(json.dumps(row) + "\n")
+    with open(cycle.root / "autoresearch.jsonl", "a") as log:  # one far below all others, one far above
+        for more in ({"run": 3, "status": "checks_failed", "metric": 0.1}, {"run": 4, "status": "discard", "metric": 7.0}):
+            log.write(json.dumps(cycle.rows()[1] | more) + "\n")
     show(browser, cycle)
+    assert len(select(browser, "path.higher.discard")) == 1 and not select(browser, "circle.discard")
     assert browser.execute_script("const c = document.querySelector('circle.checks_failed').getBoundingClientRect(), "
                                   "s = document.querySelector('#chart').getBoundingClientRect(); "
                                   "return s.top < c.top && c.bottom < s.bottom")
     assert browser.title == "autoresearch" and not select(browser, "img")
-    assert texts(browser, "td.text") == [EVIL, EVIL, "baseline"]
-    select(browser, "tr.run")[1].click()
+    assert texts(browser, "td.text") == [EVIL, EVIL, EVIL, "baseline"]
+    select(browser, "tr.run")[2].click()
     assert json.loads(texts(browser, ".asi")[0]) == {"hypothesis": EVIL}
     assert texts(browser, ".diff .add")[0] == "+SCORE = 0.9\n" and texts(browser, ".diff .del")[0] == "-SCORE = 1.0\n"
     assert "9.000 to 3.0" in texts(browser, ".detail svg text")[0]
     assert browser.execute_script("return document.querySelector('.curve').getBBox().height") > 50
     browser.refresh()  # as the page does by itself under --watch: what was open stays open
     wait_for(lambda: len(select(browser, ".detail")) == 1)
-    select(browser, "tr.run")[1].click()
+    select(browser, "tr.run")[2].click()
     assert not select(browser, ".detail")
     assert_quiet(browser)
 
