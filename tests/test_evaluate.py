@@ -84,6 +84,13 @@ def test_every_batch_size_gives_the_same_score(cache):
     assert len({(r["bytes"], r["tokens"]) for r in records}) == 1
 
 
+def test_the_model_sees_one_shape_only(cache):
+    """Another shape would compile another graph: the last batch is filled up."""
+    table, shapes = torch.randn(300, 300), set()
+    score(lambda x: shapes.add(tuple(x.shape)) or table[x], cache, 32)
+    assert shapes == {(32, T)}
+
+
 def test_chunks_do_not_change_the_score(cache, monkeypatch):
     model = honest(cache[1].get_vocab_size())
     whole = evaluate_bpb(model, cache[1], 16)
@@ -227,6 +234,13 @@ def test_models_that_leak_are_refused(cache, name, batch_size):
     with pytest.raises(VoidScore, match="sees the future or other rows: .* position|differ by"):
         score(cheats()[name], cache, batch_size)
     assert not (cache[0] / "eval.jsonl").exists()
+
+
+def test_rounding_is_no_excuse_for_a_model_that_repeats_itself(cache):
+    """A leak smaller than a unit of bfloat16: allowed to a model that is as noisy, not to one that is exact."""
+    table = torch.randn(300, 300)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(VoidScore, match="sees the future"):
+        score(lambda x: table[x] + 0.003 * table[x.roll(-1, 1)], cache)
 
 
 def test_a_leak_is_reported_where_it_begins(cache):
