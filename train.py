@@ -603,7 +603,8 @@ def show(line: str, last: bool = False) -> None:
 
 
 def main() -> None:
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(prepare.ROOT / "compiled"))  # kept: a second run starts in seconds
+    # Kept, so that a second run starts in seconds. Set, not defaulted: importing torch has named a folder in /tmp already.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(prepare.ROOT / "compiled")
     device = get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
