@@ -477,7 +477,8 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
 
 # ---------------------------------------------------------------------------- device
 
-PEAK_TFLOPS = {  # dense bf16 with float32 sums (fp16 on V100 and T4), as remembered from data sheets, not checked; first match wins
+# Dense bf16 with float32 sums (fp16 on V100 and T4), as remembered from data sheets and not checked; first match wins.
+PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.5, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.5, "H800": 989.5, "A100": 312.0,
     "A10G": 70.0, "A10": 125.0, "L40S": 362.05, "L40": 181.05, "L4": 121.0, "RTX PRO 6000": 503.8, "6000 Ada": 364.2,
     "A6000": 154.8, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71.0,
