@@ -192,14 +192,16 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.n_embd, kv_dim, bias=False)
         self.v = nn.Linear(config.n_embd, kv_dim, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        gated = config.has_value_embedding(layer)
-        self.gate = nn.Linear(min(self.GATE_CHANNELS, config.n_embd), config.n_kv_head, bias=False) if gated else None
+        self.values = self.gate = None
+        if config.has_value_embedding(layer):
+            self.values = nn.Embedding(config.vocab_size, kv_dim)
+            self.gate = nn.Linear(min(self.GATE_CHANNELS, config.n_embd), config.n_kv_head, bias=False)
 
-    def forward(self, x, value_embedding, cos, sin):
+    def forward(self, x, idx, cos, sin):
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q, self.k, self.v))
-        if self.gate is not None:  # value residual, gated by the input: 1 at the start
+        if self.values is not None:  # value residual, gated by the input: 1 at the start
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS]))
-            v = v + gate.unsqueeze(-1) * value_embedding.unflatten(-1, (-1, self.head_dim))
+            v = v + gate.unsqueeze(-1) * self.values(idx).to(v.dtype).unflatten(-1, (-1, self.head_dim))
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
         return self.proj(self.attend(q, k, v, self.window).flatten(-2))
 
@@ -218,14 +220,26 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, attend):
         super().__init__()
         self.attention, self.mlp = Attention(config, layer, attend), MLP(config)
+        self.resid_scale, self.x0_scale = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
 
-    def forward(self, x, value_embedding, cos, sin):
-        x = x + self.attention(norm(x), value_embedding, cos, sin)
+    def forward(self, x, x0, idx, cos, sin):
+        x = self.resid_scale * x + self.x0_scale * x0
+        x = x + self.attention(norm(x), idx, cos, sin)
         return x + self.mlp(norm(x))
 
 
 def softcap(logits):
     return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
+
+
+class Head(nn.Linear):
+    """The output matrix: hidden states [B, T, n_embd] -> logits float32 [B, T, vocab], or their mean loss."""
+
+    def forward(self, x):
+        return softcap(super().forward(norm(x)))
+
+    def loss(self, x, y):
+        return ChunkedLoss.apply(norm(x).flatten(0, 1), self.weight, y.flatten())
 
 
 class GPT(nn.Module):
@@ -234,15 +248,9 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, attend=sdpa_attention):
         super().__init__()
         self.config, self.checkpointing = config, False  # checkpointing: activations are computed again in the backward pass
-        layers, kv_dim = range(config.n_layer), config.n_embd // config.n_head * config.n_kv_head
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.value_embeddings = nn.ModuleDict(
-            {str(i): nn.Embedding(config.vocab_size, kv_dim) for i in layers if config.has_value_embedding(i)}
-        )
-        self.blocks = nn.ModuleList(Block(config, i, attend) for i in layers)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.resid_scale = nn.Parameter(torch.empty(config.n_layer))
-        self.x0_scale = nn.Parameter(torch.empty(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(config.n_layer))
+        self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
         half = config.n_embd // config.n_head // 2
         self.register_buffer("cos", torch.empty(config.seq_len, 1, half), persistent=False)
         self.register_buffer("sin", torch.empty(config.seq_len, 1, half), persistent=False)
@@ -254,16 +262,14 @@ class GPT(nn.Module):
         bound = (3 / self.config.n_embd) ** 0.5  # uniform with standard deviation n_embd ** -0.5
         nn.init.normal_(self.wte.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
-        for embedding in self.value_embeddings.values():
-            nn.init.uniform_(embedding.weight, -bound, bound)
         for block in self.blocks:
             a = block.attention
-            for linear in (a.q, a.k, a.v, block.mlp.fc):
-                nn.init.uniform_(linear.weight, -bound, bound)
+            for part in (a.q, a.k, a.v, block.mlp.fc, *([a.values] if a.values else [])):
+                nn.init.uniform_(part.weight, -bound, bound)
             for linear in (a.proj, block.mlp.proj, *([a.gate] if a.gate else [])):
                 nn.init.zeros_(linear.weight)
-        nn.init.ones_(self.resid_scale)
-        nn.init.constant_(self.x0_scale, 0.1)
+            nn.init.ones_(block.resid_scale)
+            nn.init.constant_(block.x0_scale, 0.1)
         half = self.cos.size(-1)
         rates = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
         angles = torch.arange(self.config.seq_len, device=device, dtype=torch.float32)[:, None, None] * rates
@@ -272,23 +278,30 @@ class GPT(nn.Module):
         return self
 
     def trunk(self, idx):
-        """What the output matrix reads: [B, T, n_embd]."""
+        """What the head reads: [B, T, n_embd]."""
         dtype = self.config.dtype
         cos, sin = self.cos[: idx.size(1)].to(dtype), self.sin[: idx.size(1)].to(dtype)
         x = x0 = norm(self.wte(idx).to(dtype))
-        for i, block in enumerate(self.blocks):
-            x = self.resid_scale[i] * x + self.x0_scale[i] * x0
-            embedding = self.value_embeddings[str(i)](idx).to(dtype) if str(i) in self.value_embeddings else None
-            args = (x, embedding, cos, sin)
+        for block in self.blocks:
+            args = (x, x0, idx, cos, sin)
             x = checkpoint(block, *args, use_reentrant=False) if self.checkpointing and self.training else block(*args)
-        return norm(x)
+        return x
 
     def forward(self, idx):
-        return softcap(self.lm_head(self.trunk(idx)))
+        return self.lm_head(self.trunk(idx))
+
+    def compile_parts(self) -> None:
+        """Part by part: alike blocks share one compilation, which halves the wait."""
+        for part in (*self.blocks, self.lm_head):
+            part.compile(dynamic=False)
+        self.lm_head.loss = torch.compile(self.lm_head.loss, dynamic=False)
+
+    def embeddings(self) -> list[nn.Parameter]:
+        return [m.weight for m in self.modules() if isinstance(m, nn.Embedding)]
 
     def matrices(self) -> list[nn.Parameter]:
         """What Muon trains."""
-        return [*self.blocks.parameters()]
+        return [m.weight for m in self.blocks.modules() if isinstance(m, nn.Linear)]
 
     def flops_per_token(self) -> int:
         """Floating-point operations of forward and backward: 6 a weight, 12 a channel and key that a query sees."""
@@ -328,7 +341,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def train_loss(model: GPT, x, y):
-    return ChunkedLoss.apply(model.trunk(x).flatten(0, 1), model.lm_head.weight, y.flatten())
+    return model.lm_head.loss(model.trunk(x), y)
 
 
 # ---------------------------------------------------------------------------- optimizer
@@ -408,9 +421,9 @@ class MuonAdamW(torch.optim.Optimizer):
             params, lr = group["params"], torch.tensor(group["lr"])
             if group["kind"] == "adamw":
                 for p in params:
-                    split = world if p.dim() == 2 and len(p) % world == 0 else 1
-                    mine, grad = p.chunk(split)[rank % split], p.grad.chunk(split)[rank % split]
-                    shares += [(p.chunk(split), [mine])] if split > 1 else []
+                    split = world > 1 and p.dim() == 2 and len(p) % world == 0
+                    mine, grad = (p.chunk(world)[rank], p.grad.chunk(world)[rank]) if split else (p, p.grad)
+                    shares += [(p.chunk(world), [mine])] if split else []
                     state = self.state[p] = self.state[p] or {"m": torch.zeros_like(mine), "v": torch.zeros_like(mine), "t": 0}
                     state["t"] += 1
                     t = state["t"]
@@ -438,12 +451,11 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def build_optimizer(model: GPT, dtype: torch.dtype, compile: bool) -> MuonAdamW:
     scale = (model.config.n_embd / 768) ** -0.5  # Adam's rates were tuned at width 768
-    embeddings = [model.wte.weight, *model.value_embeddings.parameters()]
     groups = [
-        {"kind": "adamw", "params": embeddings, "lr": EMBEDDING_LR * scale},
+        {"kind": "adamw", "params": model.embeddings(), "lr": EMBEDDING_LR * scale},
         {"kind": "adamw", "params": [model.lm_head.weight], "lr": UNEMBEDDING_LR * scale},
-        {"kind": "adamw", "params": [model.resid_scale], "lr": SCALAR_LR * 0.01},
-        {"kind": "adamw", "params": [model.x0_scale], "lr": SCALAR_LR},
+        {"kind": "adamw", "params": [b.resid_scale for b in model.blocks], "lr": SCALAR_LR * 0.01},
+        {"kind": "adamw", "params": [b.x0_scale for b in model.blocks], "lr": SCALAR_LR},
     ]
     shapes = {}
     for p in model.matrices():
@@ -629,12 +641,13 @@ def main() -> None:
     model.init_weights(device)
     optimizer = build_optimizer(model, dtype, compile=not why_eager)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # gradients below float16 would become 0
-    loss_of = train_loss if why_eager else torch.compile(train_loss, dynamic=False)
     n_params = sum(p.numel() for p in model.parameters())
     peak, peak_source = peak_flops(device, dtype)
     mfu_of_speed = 100 * model.flops_per_token() / peak / world
     with torch.no_grad(), autocast:
         stream = model.trunk(torch.zeros(1, 8, dtype=torch.int64, device=device)).dtype  # wider: something promotes it
+    if not why_eager:
+        model.compile_parts()
     print(f"data       {PROFILE}, data_id {prepare.load_manifest(prepare.CACHE)['data_id']}, seed {SEED}")
     print(f"model      {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, {n_params / 1e6:.1f} M parameters")
     print(f"device     {world} x {device.type}, {f'eager ({why_eager})' if why_eager else 'compiled'}")
@@ -644,7 +657,7 @@ def main() -> None:
 
     def micro_step():
         with autocast:
-            loss = loss_of(model, x, y) * (rows / rank_rows / world)
+            loss = train_loss(model, x, y) * (rows / rank_rows / world)
         scaler.scale(loss).backward()
         return loss.detach()
 
@@ -730,7 +743,7 @@ def main() -> None:
 
     start = time.perf_counter()
     with autocast:
-        val_bpb = evaluate_bpb(model if why_eager else torch.compile(model, dynamic=False), tokenizer, min(rows, 32))
+        val_bpb = evaluate_bpb(model, tokenizer, min(rows, 32))
     now = time.perf_counter()
     summary = {  # name: value, decimals
         "val_bpb": (val_bpb, 6), "training_seconds": (training_seconds, 1), "total_seconds": (now - prepare.STARTED, 1),
