@@ -1,7 +1,8 @@
-"""train.py on a tiny eager model, for tests: python tests/ranks.py STEPS [DRILL] (STEPS 0: until the time is up).
+"""train.py on a tiny eager model, for tests: python tests/ranks.py STEPS [DRILL [options of train.py ...]].
 
-Progress is fixed at 0.2, so that the losses do not depend on the machine's speed. DRILL: "oom:N" is a device on which
-more than N rows, or (N = 0) anything without activation checkpointing, runs out of memory; "die" and "void" on rank 1.
+STEPS 0: until the time is up. The schedules see a progress fixed at 0.2, so that the losses do not depend on the machine's
+speed. DRILL: "oom:N" is a device on which more than N rows, or (N = 0) anything without activation checkpointing, runs out
+of memory; "die" and "void" on rank 1; "kill:N" is a clock that counts steps, for schedules and all else, and kill -9 after N.
 """
 
 import os
@@ -16,6 +17,7 @@ import prepare
 import train
 
 steps, drill = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+sys.argv[1:] = sys.argv[3:]
 knobs = dict(COMPILE=False, DEPTH=2, ASPECT_RATIO=16, HEAD_DIM=16, TOTAL_BATCH_SIZE=4096, DEVICE_BATCH_SIZE=8)
 knobs |= dict(EMBEDDING_LR=0.01, UNEMBEDDING_LR=0.001, SCALAR_LR=0.01, MATRIX_LR=0.005)  # rounding stays small
 for name, value in knobs.items():
@@ -25,17 +27,28 @@ train.peak_flops = lambda device, dtype: (1e12, "fixed")
 # orthogonalization blows rounding up to full size where a gradient has no direction, as in the first steps: not here
 train.orthogonalize = lambda g, dtype: g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-6)
 schedules, loss_of = train.set_schedules, train.train_loss
-train.set_schedules = lambda optimizer, progress, step: schedules(optimizer, 0.2, step)
+if not drill.startswith("kill"):
+    train.set_schedules = lambda optimizer, progress, step: schedules(optimizer, 0.2, step)
 rank = int(os.environ.get("RANK", 0))
 
 
 class Steps(prepare.Clock):
     def done(self):
-        self.count = getattr(self, "count", -1) + 1
+        self.count += 1
         if drill == "die" and rank == 1 and self.count == 3:
             os._exit(9)
+        if drill == f"kill:{self.count}":
+            os.kill(os.getpid(), 9)
         over = super().done()
         return self.count == steps if steps else over
+
+    def start(self, used):
+        super().start(used)
+        self.count = round(used * steps / prepare.TIME_BUDGET) - 1
+
+    def elapsed(self):
+        counted = drill.startswith("kill") and self.started is not None
+        return max(self.count, 0) * prepare.TIME_BUDGET / steps if counted else super().elapsed()
 
 
 def limited(model, x, y):
@@ -51,6 +64,7 @@ class Void(train.GPT):
 
 
 train.Clock = Steps
+train.CHECKPOINT_EVERY, train.PREVIEW_EVERY = 4.5 * prepare.TIME_BUDGET / (steps or 1), prepare.TIME_BUDGET / 3.5
 if drill.startswith("oom"):
     train.train_loss = limited
 if drill == "void":

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from test_train import brute_attention, small_model
 from torch.utils.flop_counter import FlopCounterMode
 
+import machine
 import prepare
 import train
 
@@ -31,13 +32,13 @@ def test_a_short_window_costs_less():
     counts = {}
     for window in (16, 128, 512):
         with FlopCounterMode(display=False) as counter:
-            train.plain_attention(q, q, q, window)
+            machine.plain_attention(q, q, q, window)
         counts[window] = counter.get_total_flops()
     assert counts[16] < counts[128] / 2 < counts[512] / 4
 
 
 @pytest.mark.parametrize("window", [0, 5, 100, 199])
-@pytest.mark.parametrize("attend", [train.sdpa_attention, train.plain_attention])
+@pytest.mark.parametrize("attend", [machine.sdpa_attention, machine.plain_attention])
 def test_blocks_equal_one_mask(attend, window):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 200, h, 16, requires_grad=True) for h in (4, 2, 2))
@@ -60,27 +61,24 @@ def fake_varlen(q, k, v, starts, ends, longest_q, longest_k, window_size, enable
 
 
 def test_flash_packs_the_rows(monkeypatch):
-    monkeypatch.setattr(train, "varlen_attn", fake_varlen)
+    monkeypatch.setattr(machine, "varlen_attn", fake_varlen)
     q, k, v = (torch.randn(3, 12, h, 8) for h in (4, 2, 2))
-    torch.testing.assert_close(train.flash_attention(q, k, v, 4).double(), brute_attention(q, k, v, 4), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(machine.flash_attention(q, k, v, 4).double(), brute_attention(q, k, v, 4), atol=1e-5, rtol=1e-5)
 
 
 def test_backends_are_tried_and_the_reason_is_shown(monkeypatch):
     config, cpu = small_model().config, torch.device("cpu")
-    pick = lambda: train.pick_attention(config, cpu)  # noqa: E731
-    assert pick() == (train.plain_attention, "plain (cpu, float32)")
-    monkeypatch.setattr(train, "ATTENTION", "sdpa")
-    assert pick() == (train.sdpa_attention, "sdpa (set by ATTENTION)")
+    pick = lambda wanted="auto": machine.pick_attention(config, cpu, wanted)  # noqa: E731
+    assert pick() == (machine.plain_attention, "plain (cpu, float32)")
+    assert pick("sdpa") == (machine.sdpa_attention, "sdpa (set by ATTENTION)")
     for name, reason in (("fa3", "no fa3: "), ("flash", "no flash: "), ("flush", "no flush: KeyError")):
-        monkeypatch.setattr(train, "ATTENTION", name)
-        attend, why = pick()
-        assert attend is train.sdpa_attention and reason in why
-    wider = lambda q, k, v, window: train.plain_attention(q, k, v, window + 1)  # noqa: E731
-    no_gradient = lambda q, k, v, window: train.plain_attention(q, k.detach() + 0 * k, v, window)  # noqa: E731
+        attend, why = pick(name)
+        assert attend is machine.sdpa_attention and reason in why
+    wider = lambda q, k, v, window: machine.plain_attention(q, k, v, window + 1)  # noqa: E731
+    no_gradient = lambda q, k, v, window: machine.plain_attention(q, k.detach() + 0 * k, v, window)  # noqa: E731
     for wrong in (wider, no_gradient):
-        monkeypatch.setitem(train.BACKENDS, "flash", wrong)
-        monkeypatch.setattr(train, "ATTENTION", "flash")
-        assert pick()[0] is train.sdpa_attention and "wrong numbers" in pick()[1]
+        monkeypatch.setitem(machine.BACKENDS, "flash", wrong)
+        assert pick("flash")[0] is machine.sdpa_attention and "wrong numbers" in pick("flash")[1]
 
 
 # ---------------------------------------------------------------------------- loss
@@ -128,8 +126,8 @@ def test_checkpointing_changes_no_gradient():
 def test_precision_follows_the_hardware(monkeypatch, native, capability, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    assert train.compute_dtype(torch.device("cuda")) == dtype
-    assert train.compute_dtype(torch.device("mps")) == torch.float32
+    assert machine.compute_dtype(torch.device("cuda")) == dtype
+    assert machine.compute_dtype(torch.device("mps")) == torch.float32
 
 
 def test_the_residual_stream_keeps_its_dtype():
@@ -174,11 +172,11 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
 )  # fmt: skip
 def test_peaks_by_device_name(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    assert train.peak_flops(torch.device("cuda"), torch.bfloat16)[0] == tflops * 1e12
+    assert machine.peak_flops(torch.device("cuda"), torch.bfloat16)[0] == tflops * 1e12
 
 
 def test_unknown_peaks_are_measured():
-    peak, source = train.peak_flops(torch.device("cpu"), torch.float32)
+    peak, source = machine.peak_flops(torch.device("cpu"), torch.float32)
     assert 1e9 < peak < 1e15 and source.startswith("measured")
 
 
@@ -281,10 +279,10 @@ class TestGpu:
     def test_backend_equals_brute_force(self, name, group, window):
         if name == "fa3" and torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("no Hopper GPU")
-        attend = train.load_fa3() if name == "fa3" else train.BACKENDS[name]
+        attend = machine.load_fa3() if name == "fa3" else machine.BACKENDS[name]
         like = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
         q, k, v = (torch.randn(2, 200, h, 64, **like) for h in (4, 4 // group, 4 // group))
-        y, want = torch.compile(attend)(q, k, v, window), train.plain_attention(*(t.float() for t in (q, k, v)), window)
+        y, want = torch.compile(attend)(q, k, v, window), machine.plain_attention(*(t.float() for t in (q, k, v)), window)
         torch.testing.assert_close(y.float(), want, atol=0.03, rtol=0.03)
         mine, theirs = (torch.autograd.grad(t.float().square().sum(), (q, k, v)) for t in (y, want))
         for a, b in zip(mine, theirs, strict=True):
@@ -296,7 +294,7 @@ class TestGpuRun:
 
     def test_stream_and_loss_on_the_device(self):
         device = torch.device("cuda")
-        dtype = train.compute_dtype(device)
+        dtype = machine.compute_dtype(device)
         model = small_model(dtype=dtype).to(device)
         x = torch.randint(61, (4, 24), device=device)
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):

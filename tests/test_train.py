@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import machine
 import prepare
 import train
 
@@ -27,7 +28,7 @@ def brute_attention(q, k, v, window):
     return out
 
 
-@pytest.mark.parametrize("attend", [train.sdpa_attention, train.plain_attention])
+@pytest.mark.parametrize("attend", [machine.sdpa_attention, machine.plain_attention])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("seq_len", [32, 21])
 def test_attention_equals_brute_force(attend, group, seq_len):
@@ -43,7 +44,7 @@ def test_attention_equals_brute_force(attend, group, seq_len):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def small_model(seed=0, dtype=torch.float32, attend=train.sdpa_attention, **changes):
+def small_model(seed=0, dtype=torch.float32, attend=machine.sdpa_attention, **changes):
     config = dict(vocab_size=61, seq_len=24, n_layer=4, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL") | changes
     torch.manual_seed(seed)
     with torch.device("meta"):
@@ -87,16 +88,16 @@ def test_model_predicts_uniformly_at_first_and_sees_only_the_past():
 def test_value_embedding_gate_is_neutral_at_first():
     attention = small_model().blocks[3].attention
     torch.nn.init.normal_(attention.proj.weight)
-    x, embedding = torch.randn(1, 24, 64), torch.randn(1, 24, 32)
+    x, idx = torch.randn(1, 24, 64), torch.randint(61, (1, 24))
     cos, sin = torch.ones(24, 1, 8), torch.zeros(24, 1, 8)
-    with_gate = attention(x, embedding, cos, sin)
-    attention.v.forward = lambda t: F.linear(t, attention.v.weight) + embedding  # what a gate of exactly 1 means
-    attention.gate = None
-    torch.testing.assert_close(with_gate, attention(x, None, cos, sin))
+    with_gate, values = attention(x, idx, cos, sin), attention.values(idx)
+    attention.v.forward = lambda t: F.linear(t, attention.v.weight) + values  # what a gate of exactly 1 means
+    attention.values = None
+    torch.testing.assert_close(with_gate, attention(x, idx, cos, sin))
 
 
 def test_flops_count_the_products_that_are_made():
-    model = small_model(window_pattern="L", attend=train.plain_attention)
+    model = small_model(window_pattern="L", attend=machine.plain_attention)
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(61, (1, 24))).sum().backward()
     assert model.flops_per_token() * 24 == pytest.approx(counter.get_total_flops(), rel=0.02)
@@ -184,7 +185,8 @@ def test_optimizer_covers_every_parameter_once_and_scales_rates():
     assert rates[id(model.wte.weight)] == pytest.approx(train.EMBEDDING_LR * math.sqrt(768 / 64))
     assert rates[id(model.lm_head.weight)] == pytest.approx(train.UNEMBEDDING_LR * math.sqrt(768 / 64))
     assert rates[id(model.blocks[0].mlp.fc.weight)] == train.MATRIX_LR
-    assert rates[id(model.resid_scale)] == pytest.approx(rates[id(model.x0_scale)] / 100)
+    block = model.blocks[0]
+    assert rates[id(block.resid_scale)] == pytest.approx(rates[id(block.x0_scale)] / 100)
 
 
 def test_new_rates_recompile_nothing(monkeypatch):
