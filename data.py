@@ -19,7 +19,6 @@ import sysconfig
 import threading
 import time
 import zlib
-from array import array
 from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -40,26 +39,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import prepare
-from prepare import (
-    DATASETS,
-    PROBE_ROWS,
-    SPECIAL_TOKENS,
-    SPLIT_PATTERN,
-    Tokenizer,
-    UserError,
-    VoidScore,
-    batches,
-    checked,
-    data_id,
-    documents_of,
-    file_hash,
-    load_manifest,
-    pack_rows,
-    probe,
-    read_manifest,
-    score_rows,
-    stack_rows,
-)
+from prepare import DATASETS, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, UserError, file_hash, load_manifest, pack_rows, stack_rows
 
 # ---------------------------------------------------------------------------- files
 
@@ -102,10 +82,6 @@ OUT_OF_REACH = 20  # seconds without any answer before giving up
 OFFLINE = "hint: AUTORESEARCH_DATA=embedded needs no network, --data PATH takes your own text, HF_ENDPOINT a mirror"
 
 
-class Missing(UserError):
-    """The hub has no such file."""
-
-
 def shown(error) -> str:
     """An error's text without the token, passwords in addresses and signed queries."""
     text = re.sub(r"(?<=//)[^/@\s]+@|(?<=\?)[^\s)'\"]+", "...", str(error))
@@ -123,11 +99,12 @@ def retry_after(response) -> float:
     return min(max(seconds, 0.0), 600.0)
 
 
-def check_parquet(path: Path) -> None:
+def parquet_fault(path: Path) -> str | None:
+    """Why this is no whole parquet file."""
     try:
         columns = pq.ParquetFile(path).schema_arrow.names
     except (pa.ArrowException, OSError) as e:
-        raise requests.RequestException(f"no whole parquet file: {e}") from None
+        return f"no whole parquet file: {e}"
     if "text" not in columns:
         raise UserError(f"{path} has no column 'text', only {columns}")
 
@@ -149,30 +126,31 @@ class Hub:
         self.reached = True
         return response
 
-    def persist(self, action: Callable, name: str, progress: Callable = lambda: 0) -> None:
-        """Call action until it ends without a network error; give up after ATTEMPTS in a row without progress.
+    def persist(self, action: Callable, name: str, progress: Callable = lambda: 0) -> bool:
+        """Call action until it ends without a network error. Returns whether the hub has no such file.
 
         Raises:
-            Missing: the hub has no such file.
-            UserError: it refuses, or keeps failing.
+            UserError: the hub refuses, or keeps failing: ATTEMPTS in a row without progress.
         """
         attempt, best = 0, progress()
         while not self.stopped.is_set():
             try:
-                return action()
+                action()
+                break
             except requests.RequestException as e:
                 status, self.error = 0 if e.response is None else e.response.status_code, shown(e)
                 if status == 404:
-                    raise Missing(shown(f"{self.base} has no {name} in {self.repo}")) from None
+                    return True
                 attempt, best = (0, progress()) if progress() > best else (attempt + 1, best)
                 refused = isinstance(e, ValueError) or 300 <= status < 500 and status not in (408, 429)
                 if refused or attempt == ATTEMPTS:
                     hint = "hint: HF_TOKEN may be needed" if status in (401, 403) else OFFLINE
                     raise UserError(f"cannot download {self.repo}/{name}: {self.error}. {hint}") from None
                 self.stopped.wait(max(PAUSE * 2**attempt * random.uniform(0.5, 1), retry_after(e.response)))
+        return False
 
     def parallel(self, action: Callable, names: list[str]) -> list[str]:
-        """action(name) for all names, in threads. Returns the names that the hub does not have."""
+        """action(name) for all names, in threads. Returns the names for which it is true: the hub does not have them."""
         self.stopped, missing, pool = threading.Event(), [], ThreadPoolExecutor(WORKERS)
         self.folder.mkdir(parents=True, exist_ok=True)
         futures = {pool.submit(action, name): name for name in names}
@@ -180,11 +158,7 @@ class Hub:
         try:
             while pending:
                 finished, pending = wait(pending, 0.2, FIRST_COMPLETED)
-                for future in finished:
-                    try:
-                        future.result()
-                    except Missing:
-                        missing.append(futures[future])
+                missing += [futures[future] for future in finished if future.result()]
                 # Not left to timeouts: they hold for each address of a host, and for none of its name servers.
                 if self.asked and not self.reached and time.monotonic() - self.asked > OUT_OF_REACH:
                     raise UserError(shown(f"cannot reach {self.base}: {self.error}. {OFFLINE}"))
@@ -224,16 +198,15 @@ class Hub:
         self.bar.update(done - self.done[name])
         self.done[name] = done
 
-    def download(self, name: str, of: int) -> None:
-        """Bring one file whole into the folder; what an earlier attempt or process left of it is continued by Range."""
+    def download(self, name: str, of: int) -> bool:
+        """Bring one file whole into the folder; what an earlier attempt or process left of it is continued by Range.
+        Returns whether the hub has no such file."""
         path, part = self.folder / name, self.folder / f"{name}.part"
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = Path(f"{path}.sha256")  # its hash, as sha256sum writes it
         if path.exists():
-            with contextlib.suppress(requests.RequestException):
-                check_parquet(path)
-                if not kept.exists() or kept.read_text().startswith(file_hash(path)):
-                    return
+            if not parquet_fault(path) and (not kept.exists() or kept.read_text().startswith(file_hash(path))):
+                return False
             print(f"{path} is damaged: downloading it again", file=sys.stderr)
             path.unlink()
 
@@ -274,14 +247,12 @@ class Hub:
             for digest in announced:
                 if len(digest) == 64 and digest != found:
                     restart(f"its SHA-256 is {found}, {digest} was announced")
-            try:
-                check_parquet(part)
-            except requests.RequestException as e:
-                restart(str(e))
+            if fault := parquet_fault(part):
+                restart(fault)
             write_atomic(kept, f"{found}  {path.name}\n".encode())
             os.replace(part, path)
 
-        self.persist(attempt, name, size)
+        return self.persist(attempt, name, size)
 
 
 # ---------------------------------------------------------------------------- sources of text
@@ -353,10 +324,8 @@ def embedded_source() -> Source:
 
     @cache
     def halves() -> dict:
-        texts, size, n_val = python_files(), 0, 0
-        while size < 2_500_000 and n_val < len(texts):
-            size += len(texts[n_val])
-            n_val += 1
+        texts = python_files()
+        n_val = int(np.searchsorted(np.cumsum([len(text) for text in texts]), 2_500_000)) + 1
         return {"val": texts[:n_val], "embedded": texts[n_val:]}
 
     return Source(["embedded"], ["embedded"], "val", lambda shard: iter(halves()[shard]))
@@ -383,8 +352,7 @@ def climbmix_source(num_shards: int) -> Source:
     hub = Hub("karpathy/climbmix-400b-shuffle", prepare.ROOT / "raw" / "climbmix")
     *train, val = [f"shard_{i:05d}.parquet" for i in range(LAST_SHARD + 1)]
     wanted = train[: num_shards if num_shards >= 0 else None]
-    texts = lambda shard: parquet_texts(hub.folder / shard)  # noqa: E731
-    return Source(wanted, train[:TOKENIZER_SHARDS], val, texts, hub.fetch, cut=False)
+    return Source(wanted, train[:TOKENIZER_SHARDS], val, lambda shard: parquet_texts(hub.folder / shard), hub.fetch, cut=False)
 
 
 VAL_BYTES = 6  # of text held out for each token of EVAL_TOKENS: BPE makes tokens shorter than that, and some are cropped
@@ -423,11 +391,10 @@ def kind_of(path: Path) -> tuple[str, str]:
 
 def json_text(line: str):
     try:
-        text = json.loads(line)["text"]
-    except (TypeError, KeyError, IndexError):
-        text = None
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return Skip("not JSON")
+    text = record.get("text") if isinstance(record, dict) else None
     return text if isinstance(text, str) else Skip("no field 'text'")
 
 
@@ -642,26 +609,20 @@ def write_shard(shard: str, documents, held_out: list[set]) -> dict:
 
 def training_documents(manifest: dict, bos: int):
     for name in manifest["train"]:
-        yield from documents_of(np.memmap(prepare.CACHE / name, np.uint16, mode="r"), bos, np.random.default_rng(prepare.SEED))
+        shard = np.memmap(prepare.CACHE / name, np.uint16, mode="r")
+        yield from prepare.documents_of(shard, bos, np.random.default_rng(prepare.SEED))
 
 
-def cropped_share(manifest: dict, bos: int, limit: int = 1_000_000) -> float:
-    """Share of tokens that packing crops away, over the first documents of the training shards."""
-    seen = 0
-
-    def counted():
-        nonlocal seen
-        for document in islice(training_documents(manifest, bos), limit):
-            seen += len(document)
-            yield document
-
-    kept = sum(prepare.MAX_SEQ_LEN + 1 for _ in pack_rows(counted(), prepare.MAX_SEQ_LEN + 1, 1000))
-    return 1 - kept / seen
+def cropped_share(manifest: dict, bos: int) -> float:
+    """Share of tokens that packing crops away, over the first million documents of the training shards."""
+    seen, packed = (islice(training_documents(manifest, bos), 1_000_000) for _ in range(2))
+    row_len = prepare.MAX_SEQ_LEN + 1
+    return 1 - sum(row_len for _ in pack_rows(packed, row_len, 1000)) / sum(map(len, seen))
 
 
 def salvage(source: Source, verify: bool) -> tuple[dict, list[str]]:
     """The manifest of what is there and right (by size, with verify by content too), and the names of what is not."""
-    manifest = read_manifest(prepare.CACHE)
+    manifest = prepare.read_manifest(prepare.CACHE)
     if manifest.get("settings") != settings() or source.state not in (None, manifest.get("state")):
         manifest = {"settings": settings(), "state": source.state, "files": {}, "train": [], "stats": {}, "missing": []}
 
@@ -737,7 +698,7 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
     encoder, row_len = DocumentEncoder(tokenizer, prepare.MAX_SEQ_LEN if source.cut else None), prepare.MAX_SEQ_LEN + 1
 
     if hold_out:
-        keys, n_rows = array("Q"), prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN
+        keys, n_rows = [], prepare.EVAL_TOKENS // prepare.MAX_SEQ_LEN
 
         def held_out_documents():
             for pair, document in encode_all(encoder, progress(usable(source.texts(source.val), Counter()), "validation")):
@@ -750,7 +711,7 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
             raise UserError(f"validation fills {len(rows)} rows of {prepare.MAX_SEQ_LEN} tokens, not {n_rows}. hint: more text")
         deque(documents, 0)  # the hashes of the rest
         write_atomic(prepare.CACHE / "val_rows.bin", rows.tobytes())
-        write_atomic(prepare.CACHE / "val_keys.bin", keys.tobytes())
+        write_atomic(prepare.CACHE / "val_keys.bin", np.array(keys, np.uint64).tobytes())
         keep("val_rows.bin", "val_keys.bin")
 
     held_out = [set(column) for column in np.fromfile(prepare.CACHE / "val_keys.bin", np.uint64).reshape(-1, 2).T.tolist()]
@@ -762,7 +723,7 @@ def complete(manifest: dict, source: Source, todo: list[str], allow_missing: boo
     if not manifest["train"]:
         raise UserError(f"no training text is left in {prepare.DATA}")
     manifest["cropped"] = cropped_share(manifest, tokenizer.get_bos_token_id())
-    manifest["data_id"] = data_id(manifest)
+    manifest["data_id"] = prepare.data_id(manifest)
     keep()
 
 
@@ -830,7 +791,7 @@ class Known(torch.nn.Module):
 def known_answers() -> bool:
     """Score models whose result is known in closed form and models that must be refused. Prints a table."""
     manifest, tokenizer, device = load_manifest(prepare.CACHE), Tokenizer.from_directory(prepare.CACHE), prepare.get_device()
-    rows = np.fromfile(checked(prepare.CACHE, manifest, "val_rows.bin"), np.uint16).reshape(-1, prepare.MAX_SEQ_LEN + 1)
+    rows = np.fromfile(prepare.checked(prepare.CACHE, manifest, "val_rows.bin"), np.uint16).reshape(-1, prepare.MAX_SEQ_LEN + 1)
     rows, lengths, V = rows[:512], tokenizer.token_bytes, tokenizer.get_vocab_size()
     targets = rows[:, 1:]
     n_bytes, counted, batch = int(lengths[targets].sum()), lengths[targets] > 0, 16
@@ -841,7 +802,7 @@ def known_answers() -> bool:
     alike = np.bincount(first_byte)[first_byte]  # tokens that begin with the same byte
     unigram = torch.tensor(np.log(p), dtype=torch.float32, device=device)
     classes = torch.from_numpy(first_byte).to(device)
-    upcoming = batches(rows, batch, device)
+    upcoming = prepare.batches(rows, batch, device)
 
     def oracle(x):  # is told the next token's first byte, from outside its input
         _, y, _ = next(upcoming)
@@ -852,47 +813,39 @@ def known_answers() -> bool:
         "unigram": (lambda x: unigram.expand(*x.shape, V), -(counts * np.log2(p)).sum()),
         "first byte known": (oracle, np.log2(alike[targets])[counted].sum()),
     }
-    passed = True
-    print(f"{'model':<24}{'expected':>12}{'scored':>12}")
+    lines = [("model", "expected", "scored", "")]
     for name, (function, bits) in closed.items():
         want = bits / n_bytes
-        got = score_rows(Known(function).to(device), rows, lengths, batch, device).sum().item() / math.log(2) / n_bytes
-        ok = abs(got - want) < 1e-5 * want
-        passed &= ok
-        print(f"{name:<24}{want:>12.6f}{got:>12.6f}  {'ok' if ok else 'WRONG'}")
-
-    table = torch.randn(V, 64, generator=torch.Generator().manual_seed(0)).to(device)
-
-    def logits(h):
-        return h @ table.T / 8
-
-    def shifted(h, by):
-        return torch.cat([h[:, by:], h[:, :by]], 1)
+        got = prepare.score_rows(Known(function).to(device), rows, lengths, batch, device).sum().item() / math.log(2) / n_bytes
+        lines.append((name, f"{want:.6f}", f"{got:.6f}", "ok" if abs(got - want) < 1e-5 * want else "WRONG"))
 
     def block(h, size):
         return F.pad(h, (0, 0, 0, -h.size(1) % size)).unflatten(1, (-1, size)).mean(2).repeat_interleave(size, 1)[:, : h.size(1)]
 
-    cheats = {
-        "honest": lambda x: logits(table[x] + table[x].cumsum(1)),
-        "next token": lambda x: logits(table[x] + shifted(table[x], 1)),
-        "small gate": lambda x: logits(table[x] + 1e-3 * shifted(table[x], 1)),
-        "block of 2": lambda x: logits(block(table[x], 2)),
-        "block of 64": lambda x: logits(block(table[x], 64)),
-        "FFT over time": lambda x: logits(torch.fft.fft(table[x].cpu(), dim=1).real.to(device)),
-        "batch mean": lambda x: logits(table[x] - table[x].mean(0)),
-        "NaN": lambda x: logits(table[x]) / 0.0 * 0.0,
+    table = torch.randn(V, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    mixers = {  # of token vectors [B, T, 64] over time
+        "honest": lambda h: h + h.cumsum(1),
+        "next token": lambda h: h + h.roll(-1, 1),
+        "small gate": lambda h: h + 1e-3 * h.roll(-1, 1),
+        "block of 2": lambda h: block(h, 2),
+        "block of 64": lambda h: block(h, 64),
+        "FFT over time": lambda h: torch.fft.fft(h.cpu(), dim=1).real.to(device),
+        "batch mean": lambda h: h - h.mean(0),
+        "NaN": lambda h: h / 0.0 * 0.0,
     }
-    for name, function in cheats.items():
+    for name, mix in mixers.items():
+        want = "accepted" if name == "honest" else "refused"
+        model = Known(lambda x, mix=mix: mix(table[x]) @ table.T / 8).to(device)
         try:
             with torch.no_grad():
-                probe(Known(function).to(device), rows[:PROBE_ROWS], V, PROBE_ROWS, device)
+                prepare.probe(model, rows[: prepare.PROBE_ROWS], V, prepare.PROBE_ROWS, device)
             got = "accepted"
-        except VoidScore:
+        except prepare.VoidScore:
             got = "refused"
-        ok = got == ("accepted" if name == "honest" else "refused")
-        passed &= ok
-        print(f"{name:<24}{'accepted' if name == 'honest' else 'refused':>12}{got:>12}  {'ok' if ok else 'WRONG'}")
-    return passed
+        lines.append((name, want, got, "ok" if got == want else "WRONG"))
+    for name, want, got, verdict in lines:
+        print(f"{name:<24}{want:>12}{got:>12}  {verdict}")
+    return all(verdict != "WRONG" for *_, verdict in lines)
 
 
 # ---------------------------------------------------------------------------- command line

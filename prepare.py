@@ -1,4 +1,6 @@
-"""Data, tokenizer, loader and evaluation: the fixed half of the project. An agent never edits this file.
+"""Constants, tokenizer, loader, clock, evaluation: what decides the number. An agent never edits this file or data.py.
+
+As a program it brings about the data (the code is in data.py):
 
     uv run prepare.py                    prepare the data of this machine's profile (idempotent)
     uv run prepare.py --data DATA        climbmix, tinystories, embedded, or a folder or file of your own text
@@ -112,7 +114,6 @@ except UserError as error:
     print(f"prepare.py: {error}", file=sys.stderr)
     sys.exit(2)
 EVAL_VERSION = 1  # raise it whenever the same model could get another score
-REPAIR = "hint: 'python prepare.py --verify' repairs it"
 
 
 # ---------------------------------------------------------------------------- files and manifest
@@ -149,7 +150,7 @@ def checked(cache: Path, manifest: dict, name: str) -> Path:
     found = path.stat().st_size if path.exists() else None
     if found is None or found != size or file_hash(path) != digest:
         state = "missing" if found is None else f"{found} bytes, {size} expected" if found != size else "changed"
-        raise UserError(f"cache file {path} is {state}. {REPAIR}")
+        raise UserError(f"cache file {path} is {state}. hint: 'python prepare.py --verify' repairs it")
     return path
 
 
@@ -177,7 +178,6 @@ class Tokenizer:
         # Raw bytes, not decoded text: a token may hold a part of a character.
         self.token_bytes = np.array([*map(len, tokens), *[0] * len(special)], dtype=np.int32)
 
-    @classmethod
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> "Tokenizer":
         folder = Path(directory or CACHE)
@@ -279,24 +279,16 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, buffer_siz
                     taken += 1
                     yield document
 
-    rows = pack_rows(documents(), T + 1, buffer_size)
-    pin = device.type == "cuda"
-    buffers = [torch.empty(2, B, T, dtype=torch.int64, pin_memory=pin) for _ in range(2)] if pin else None
-    copied = [torch.cuda.Event() for _ in range(2)] if pin else None
+    rows, pin = pack_rows(documents(), T + 1, buffer_size), device.type == "cuda"
     for batch in count():
         if batch % world_size != rank:
             next(islice(rows, B - 1, None))
             continue
         packed = stack_rows(rows, B, T + 1)
-        turn = batch // world_size % 2
-        if pin:
-            copied[turn].synchronize()  # the copy out of this buffer two batches ago may still be queued
-        host = buffers[turn] if pin else torch.empty(2, B, T, dtype=torch.int64)
-        host[0].numpy()[:] = packed[:, :-1]
-        host[1].numpy()[:] = packed[:, 1:]
-        both = host.to(device, non_blocking=pin)
-        if pin:
-            copied[turn].record()
+        both = torch.empty(2, B, T, dtype=torch.int64, pin_memory=pin)  # torch reuses it only when the copy is done
+        both[0].numpy()[:] = packed[:, :-1]
+        both[1].numpy()[:] = packed[:, 1:]
+        both = both.to(device, non_blocking=pin)
         yield both[0], both[1], (taken - buffer_size) // n_documents + 1
 
 
@@ -494,22 +486,17 @@ def precision(model, logits: torch.Tensor) -> float:
     return max(torch.finfo(d).eps for d in dtypes if d.is_floating_point)
 
 
-@dataclass
-class Probe:
-    nats: torch.Tensor  # of every token in the first pass, float64 [n, T]
-    change: float  # of a logit before a cut, the largest
-    limit: float  # what was allowed
-    noise: float  # between two passes over the same tokens; 0 where it was not needed
-    eps: float
-
-
-def probe(model, rows: np.ndarray, vocab_size: int, batch_size: int, device) -> Probe:
+def probe(model, rows: np.ndarray, vocab_size: int, batch_size: int, device) -> tuple[torch.Tensor, float, float, float]:
     """Refuse a model that looks at future tokens or at other rows: two passes over a few validation rows.
 
     The second pass sees other tokens from each row's own cut on; logits before the cut must stay as they are. Kernels that
     get the same shapes round the same way, whatever the precision, so next to nothing is allowed: 64 units of float32.
     Only if that is exceeded a third pass measures how well the model repeats itself; four times that is allowed then,
     but never more than rounding in the model's precision explains. README has the measured margins.
+
+    Returns:
+        nats of every token in the first pass, float64 [n, T]; the change of a logit that was allowed; the noise between two
+        passes over the same tokens, 0 where it was not needed; the unit of rounding.
 
     Raises:
         VoidScore: a logit before the cut changed by more.
@@ -537,7 +524,7 @@ def probe(model, rows: np.ndarray, vocab_size: int, batch_size: int, device) -> 
                 f"the model sees the future or other rows: with other tokens from position {int(cut[row])} on, a logit at "
                 f"position {position} changed by {diff[row, position]:.3g} (tolerance {limit:.3g})"
             )
-    return Probe(torch.cat(nats), change, limit, noise, eps)
+    return torch.cat(nats), limit, noise, eps
 
 
 def versions(model) -> list:
@@ -557,15 +544,13 @@ def check_unpatched() -> None:
     """The functions and constants of this module are those of its file."""
 
     def compare(space: dict, code: types.CodeType, path: str) -> None:
-        for inner in (c for c in code.co_consts if isinstance(c, types.CodeType)):
+        for inner in (c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name[0] != "<"):
             found = space.get(inner.co_name)
             if isinstance(found, type):
                 compare(vars(found), inner, f"{path}{inner.co_name}.")
                 continue
             found = getattr(found, "__func__", found)
             found = getattr(found, "__wrapped__", found)
-            if inner.co_name.startswith("<"):
-                continue
             if not isinstance(found, types.FunctionType) or not _same_code(found.__code__, inner):
                 raise VoidScore(f"prepare.{path}{inner.co_name} is not the function of prepare.py: it was replaced at run time")
 
@@ -596,7 +581,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
     with torch.no_grad():
         while True:
             try:
-                nats, probed = guarded_score(model, rows[rank::world], token_bytes, batch_size, device)
+                nats, noise = guarded_score(model, rows[rank::world], token_bytes, batch_size, device)
                 break
             except (torch.OutOfMemoryError, RuntimeError) as e:
                 if batch_size == 1 or not re.search("out of memory|can't allocate", str(e)):
@@ -606,8 +591,8 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     model.train(training)
-    if probed.noise:
-        note = f"logits repeat only to {probed.noise:.2g}: smaller leaks are not seen"
+    if noise:
+        note = f"logits repeat only to {noise:.2g}: smaller leaks are not seen"
         spent["marks"] = "; ".join(filter(None, (spent["marks"], note)))
     targets = rows[:, 1:]
     n_bytes, total = int(token_bytes[targets].sum()), sum_over_ranks(nats.sum().item())
@@ -632,20 +617,20 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
     return bpb
 
 
-def guarded_score(model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: int, device) -> tuple[torch.Tensor, Probe]:
-    """score_rows between the checks: causality before it, an unchanged model after it."""
+def guarded_score(model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: int, device) -> tuple[torch.Tensor, float]:
+    """score_rows between the checks: causality before it, an unchanged model after it. Returns also the probe's noise."""
     n = min(len(rows), -(-PROBE_ROWS // batch_size) * batch_size)
     state = versions(model)
     # The probe sees the last rows first and in reverse: a model that learns while it is scored gives them two scores.
-    first = probe(model, rows[::-1][:n], len(token_bytes), batch_size, device)
+    first, limit, noise, eps = probe(model, rows[::-1][:n], len(token_bytes), batch_size, device)
     nats = score_rows(model, rows, token_bytes, batch_size, device)
     if versions(model) != state:
         raise VoidScore("the model changed its parameters or buffers while it was scored")
     counted = torch.from_numpy(token_bytes > 0)[torch.from_numpy(rows[::-1][:n, 1:].astype(np.int64))]
-    drift = abs((first.nats * counted).sum() - nats[-n:].sum()).item() / counted.sum().item()
-    if not drift <= max(first.limit, first.eps / 2):
+    drift = abs((first * counted).sum() - nats[-n:].sum()).item() / counted.sum().item()
+    if not drift <= max(limit, eps / 2):
         raise VoidScore(f"the same rows scored twice differ by {drift:.3g} nats a token: the model keeps state between batches")
-    return nats, first
+    return nats, noise
 
 
 if __name__ == "__main__":  # the command line of data.py, on a second copy of this module
