@@ -15,6 +15,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 from test_loader import reference_packer  # noqa: E402
 
+import data  # noqa: E402
 import prepare  # noqa: E402
 
 BOS = 9
@@ -58,9 +59,9 @@ def packing() -> None:
 
 
 def tokenizing() -> None:
-    texts = [t[i : i + 2500] for t in prepare.python_files() for i in range(0, len(t), 2500)][:12_000]
-    tokenizer = prepare.Tokenizer.train(iter(texts), 8192)
-    encoder, cores, counted = prepare.DocumentEncoder(tokenizer, None), os.cpu_count(), [0]
+    texts = [t[i : i + 2500] for t in data.python_files() for i in range(0, len(t), 2500)][:12_000]
+    tokenizer = data.train_tokenizer(iter(texts), 8192)
+    encoder, cores, counted = data.DocumentEncoder(tokenizer, None), os.cpu_count(), [0]
 
     def alone():  # its fastest call, with no lists of numbers made
         with ThreadPoolExecutor(cores) as pool:
@@ -68,7 +69,7 @@ def tokenizing() -> None:
             list(pool.map(lambda chunk: [tokenizer.enc.encode_to_numpy(t, disallowed_special=()) for t in chunk], chunks))
 
     def ours():
-        counted[0] = sum(len(document) for _, document in prepare.encode_all(encoder, texts))
+        counted[0] = sum(len(document) for _, document in data.encode_all(encoder, texts))
 
     times = [(seconds(alone, 1), seconds(ours, 1)) for _ in range(4)]  # in turn: other work disturbs both
     alone, ours = (min(column) for column in zip(*times, strict=True))

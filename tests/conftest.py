@@ -121,9 +121,9 @@ def hub():
 
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 SMALL = """
-import sys, prepare as p
+import sys, data as d, prepare as p
 p.VOCAB_SIZE, p.MAX_SEQ_LEN, p.EVAL_TOKENS = 320, 32, 32 * 40
-p.LAST_SHARD, p.TOKENIZER_SHARDS, p.PAUSE, p.TIMEOUT = 6, 2, 0.01, (2, 2)
+d.LAST_SHARD, d.TOKENIZER_SHARDS, d.PAUSE, d.TIMEOUT = 6, 2, 0.01, (2, 2)
 """
 
 
@@ -139,7 +139,7 @@ def climbmix(hub, tmp_path):
     env["AUTORESEARCH_DATA"] = "climbmix"
 
     def start(*arguments, patch="", **extra):
-        code = f"{SMALL}\n{patch}\nsys.argv = {['prepare.py', *arguments]!r}\np.leave(p.run())"
+        code = f"{SMALL}\n{patch}\nsys.argv = {['prepare.py', *arguments]!r}\nd.leave(d.run())"
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([sys.executable, "-c", code], cwd=REPO, env=env | extra, **pipes)
 

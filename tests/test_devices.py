@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import machine
 import prepare
 import train
+from data import write_atomic
 
 REPO = Path(__file__).resolve().parent.parent
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
@@ -190,7 +191,7 @@ def short(prepared, tmp_path_factory):
     shutil.copytree(Path(prepared["AUTORESEARCH_CACHE"]), root, dirs_exist_ok=True)
     cache = root / "tiny-embedded"
     rows = np.fromfile(cache / "val_rows.bin", np.uint16).reshape(-1, 257)[:70]
-    prepare.write_atomic(cache / "val_rows.bin", rows.tobytes())
+    write_atomic(cache / "val_rows.bin", rows.tobytes())
     manifest = prepare.load_manifest(cache)
     manifest["files"]["val_rows.bin"] = [rows.nbytes, prepare.file_hash(cache / "val_rows.bin")]
     (cache / "manifest.json").write_text(json.dumps(manifest | {"data_id": prepare.data_id(manifest)}))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import CLIMBMIX, FakeHub, contents, parquet, sentences, until
 
+import data
 import prepare
 
 REPO_NAME = "someone/texts"
@@ -26,13 +27,13 @@ def download(hub, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setattr(prepare, "ROOT", tmp_path)
-    monkeypatch.setattr(prepare, "PAUSE", 0.001)
-    monkeypatch.setattr(prepare, "TIMEOUT", (2, 0.5))
+    monkeypatch.setattr(data, "PAUSE", 0.001)
+    monkeypatch.setattr(data, "TIMEOUT", (2, 0.5))
     path = hub.add(REPO_NAME, "a.parquet", BODY)
 
     def run(*faults, verify=False):
         hub.faults[path] = list(faults)
-        return prepare.Hub(REPO_NAME, tmp_path).fetch(["a.parquet"], verify)
+        return data.Hub(REPO_NAME, tmp_path).fetch(["a.parquet"], verify)
 
     run.file, run.part, run.path = tmp_path / "a.parquet", tmp_path / "a.parquet.part", path
     return run
@@ -84,7 +85,7 @@ def test_ignored_range_restarts_cleanly(download, hub):
 
 def test_progress_is_not_counted_as_failing(download, hub):
     download(*[{"drop": 16_384}] * 15)  # more drops than ATTEMPTS, each bringing something
-    assert len(ranges(hub)) == 16 > prepare.ATTEMPTS
+    assert len(ranges(hub)) == 16 > data.ATTEMPTS
 
 
 def test_part_of_a_killed_process_is_continued(download, hub):
@@ -133,7 +134,7 @@ def test_refusal_is_not_tried_again_and_token_stays_secret(download, hub, monkey
 
 def test_error_texts_hide_secrets(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    text = prepare.shown("GET https://me:pass@host/x?Signature=abc&Key=1 (Bearer hf_secret) failed: https://host/path")
+    text = data.shown("GET https://me:pass@host/x?Signature=abc&Key=1 (Bearer hf_secret) failed: https://host/path")
     assert not any(secret in text for secret in ("hf_secret", "pass@", "Signature", "Key"))
     assert "failed: https://host/path" in text
 
@@ -165,28 +166,28 @@ def test_retry_after(monkeypatch):
         def __init__(self, value):
             self.headers = {"Retry-After": value}
 
-    assert prepare.retry_after(None) == 0
-    assert prepare.retry_after(Answer("7")) == 7
-    assert prepare.retry_after(Answer("99999")) == 600
-    assert prepare.retry_after(Answer("soon")) == 0
-    assert prepare.retry_after(Answer("Wed, 21 Oct 2015 07:28:00 GMT")) == 0
-    assert 500 < prepare.retry_after(Answer("Wed, 21 Oct 2099 07:28:00 GMT")) <= 600
+    assert data.retry_after(None) == 0
+    assert data.retry_after(Answer("7")) == 7
+    assert data.retry_after(Answer("99999")) == 600
+    assert data.retry_after(Answer("soon")) == 0
+    assert data.retry_after(Answer("Wed, 21 Oct 2015 07:28:00 GMT")) == 0
+    assert 500 < data.retry_after(Answer("Wed, 21 Oct 2099 07:28:00 GMT")) <= 600
 
 
 def test_retry_after_is_waited_for(download, monkeypatch):
     waits = []
     monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None, wait=threading.Event.wait: waits.append(seconds))
-    monkeypatch.setattr(prepare, "retry_after", lambda response: 321.0 if response is not None else 0.0)
+    monkeypatch.setattr(data, "retry_after", lambda response: 321.0 if response is not None else 0.0)
     download({"status": 429})
     assert 321.0 in waits
 
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_hub_out_of_reach(download, hub, monkeypatch, silent):
-    assert prepare.OUT_OF_REACH < 28
-    monkeypatch.setattr(prepare, "OUT_OF_REACH", 1)
-    monkeypatch.setattr(prepare, "PAUSE", 1)
-    monkeypatch.setattr(prepare, "TIMEOUT", (30, 30))
+    assert data.OUT_OF_REACH < 28
+    monkeypatch.setattr(data, "OUT_OF_REACH", 1)
+    monkeypatch.setattr(data, "PAUSE", 1)
+    monkeypatch.setattr(data, "TIMEOUT", (30, 30))
     if not silent:
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     else:
@@ -216,10 +217,10 @@ def test_parquet_without_text_is_refused(download, hub):
 
 def test_listing_is_asked_for_once_and_safe(download, hub, tmp_path):
     hub.add(REPO_NAME, "data/b.parquet", BODY)
-    listing = prepare.Hub(REPO_NAME, tmp_path).listing()
-    assert listing == prepare.Hub(REPO_NAME, tmp_path).listing() == ["a.parquet", "data/b.parquet"]
+    listing = data.Hub(REPO_NAME, tmp_path).listing()
+    assert listing == data.Hub(REPO_NAME, tmp_path).listing() == ["a.parquet", "data/b.parquet"]
     assert len(hub.asked("recursive=true")) == 1
-    assert prepare.Hub(REPO_NAME, tmp_path).fetch(["data/b.parquet"], False) == []
+    assert data.Hub(REPO_NAME, tmp_path).fetch(["data/b.parquet"], False) == []
     assert (tmp_path / "data" / "b.parquet").read_bytes() == BODY
 
 
@@ -247,7 +248,7 @@ def test_adding_shards_only_makes_the_new_ones(climbmix, hub):
     after = manifest(climbmix)
     assert after["train"] == names(0, 1, 2, 3)
     assert after["data_id"] == one["data_id"] and after["data_id"] in first.out
-    assert all(contents(climbmix.cache)[name] == data for name, data in before.items() if name != "manifest.json")
+    assert all(contents(climbmix.cache)[name] == was for name, was in before.items() if name != "manifest.json")
     assert [after["total"][kind] for kind in ("dropped", "dropped_exact")] == [2, 1]
     hub.requests.clear()
     climbmix("--num-shards", "2")  # fewer than there are: nothing to do
@@ -263,13 +264,13 @@ def test_killed_anywhere_the_next_run_completes(climbmix):
     shutil.rmtree(climbmix.cache.parent)
     patch = """
 import os, signal
-left, replace, encode = [EVENTS], os.replace, p.DocumentEncoder.__call__
+left, replace, encode = [EVENTS], os.replace, d.DocumentEncoder.__call__
 def tick(cost):
     left[0] -= cost
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-p.os.replace = lambda *paths: (tick(100), replace(*paths))
-p.DocumentEncoder.__call__ = lambda *args: (tick(1), encode(*args))[1]
+d.os.replace = lambda *paths: (tick(100), replace(*paths))
+d.DocumentEncoder.__call__ = lambda *args: (tick(1), encode(*args))[1]
 """
     deaths = 0
     for _ in range(40):
@@ -289,7 +290,7 @@ def test_kill_in_the_middle_of_a_download(climbmix, hub):
     path = f"/datasets/{CLIMBMIX}/resolve/main/shard_00000.parquet"
     hub.faults[path] = [{"stall": 16384}]
     part = climbmix.raw / "shard_00000.parquet.part"
-    process = climbmix.start("--num-shards", "2", patch="p.TIMEOUT = 60, 60")
+    process = climbmix.start("--num-shards", "2", patch="d.TIMEOUT = 60, 60")
     until(lambda: part.exists() and part.stat().st_size == 16384 and (climbmix.raw / "shard_00006.parquet").exists())
     process.kill()
     process.communicate()
@@ -302,7 +303,7 @@ def test_interrupt_leaves_resumable_state(climbmix, hub):
     path = f"/datasets/{CLIMBMIX}/resolve/main/shard_00001.parquet"
     hub.faults[path] = [{"stall": 16384}]
     part = climbmix.raw / "shard_00001.parquet.part"
-    process = climbmix.start("--num-shards", "2", patch="p.TIMEOUT = 60, 60")
+    process = climbmix.start("--num-shards", "2", patch="d.TIMEOUT = 60, 60")
     until(lambda: part.exists() and part.stat().st_size == 16384)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -315,7 +316,7 @@ def test_two_at_once(climbmix, hub):
     path = f"/datasets/{CLIMBMIX}/resolve/main/shard_00000.parquet"
     hub.faults[path] = [{"stall": 16384}]
     part = climbmix.raw / "shard_00000.parquet.part"
-    first = climbmix.start("--num-shards", "2", patch="p.TIMEOUT = 60, 60")
+    first = climbmix.start("--num-shards", "2", patch="d.TIMEOUT = 60, 60")
     until(part.exists)
     second = climbmix.start("--num-shards", "2")
     assert "another process is preparing climbmix: waiting" in second.stderr.readline()
@@ -360,7 +361,7 @@ def test_tinystories_layout_comes_from_the_hub(climbmix, hub):
     climbmix("--data", "tinystories")
     cache = climbmix.cache.parent / "tiny-tinystories"
     made = json.loads((cache / "manifest.json").read_text())
-    held_out = next(n for n in range(1500) if sum(map(len, stories[:n])) >= prepare.VAL_BYTES * 32 * 40)
+    held_out = next(n for n in range(1500) if sum(map(len, stories[:n])) >= data.VAL_BYTES * 32 * 40)
     texts = prepare.Tokenizer.load(cache / "tokenizer.json").decode(
         np.fromfile(cache / made["train"][0], "uint16").tolist()
     )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import machine
 import prepare
 import train
+from data import Known, save_tokenizer, train_tokenizer, write_atomic
 from prepare import UserError, VoidScore, evaluate_bpb
 
 T, ROWS = 32, 150
@@ -21,12 +22,12 @@ T, ROWS = 32, 150
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A small prepared cache: 150 rows of 32 tokens of a real tokenizer, and a folder for the records."""
-    tokenizer = prepare.Tokenizer.train([Path(__file__).read_text() + "\u00e9\u4e2d"], 300)
-    tokenizer.save(tmp_path / "tokenizer.json")
+    tokenizer = train_tokenizer([Path(__file__).read_text() + "\u00e9\u4e2d"], 300)
+    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     rows = np.random.default_rng(0).integers(0, tokenizer.get_vocab_size(), (ROWS, T + 1)).astype(np.uint16)
     rows[:, 0] = tokenizer.get_bos_token_id()
     rows[:, 7] = tokenizer.get_bos_token_id()  # a target of no bytes in every row
-    prepare.write_atomic(tmp_path / "val_rows.bin", rows.tobytes())
+    write_atomic(tmp_path / "val_rows.bin", rows.tobytes())
     files = {n: [(tmp_path / n).stat().st_size, prepare.file_hash(tmp_path / n)] for n in ("tokenizer.json", "val_rows.bin")}
     manifest = {"settings": {}, "files": files, "train": [], "stats": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"data_id": prepare.data_id(manifest)}))
@@ -55,7 +56,7 @@ def honest(vocab_size, seed=0, **changes):
 
 
 def score(function, cache, batch_size=16):
-    return evaluate_bpb(prepare.Known(function), cache[1], batch_size)
+    return evaluate_bpb(Known(function), cache[1], batch_size)
 
 
 def test_score_equals_brute_force(cache):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prepare
+from data import DocumentEncoder, cut_points, train_tokenizer
 
 BOS = 9
 
@@ -89,17 +90,17 @@ def test_documents_of_a_shard_in_file_order_and_shuffled():
 
 def test_cut_points():
     blank = np.zeros(1000, bool)
-    assert prepare.cut_points(blank[:100], 100) == [0, 100]
-    assert prepare.cut_points(blank[:101], 100) == [0, 100, 101]
+    assert cut_points(blank[:100], 100) == [0, 100]
+    assert cut_points(blank[:101], 100) == [0, 100, 101]
     blank[[50, 90, 95]] = True
     # behind the last blank line of the first row's last fifth; its rest of 4, less a BOS, is the next document
-    assert prepare.cut_points(blank[:300], 100)[:3] == [0, 96, 99]
+    assert cut_points(blank[:300], 100)[:3] == [0, 96, 99]
 
 
 def test_cut_documents_fit_and_lose_nothing():
     @given(st.lists(st.booleans(), max_size=300), st.integers(1, 50))
     def run(blank, max_len):
-        cuts = prepare.cut_points(np.array(blank, bool), max_len)
+        cuts = cut_points(np.array(blank, bool), max_len)
         assert cuts[0] == 0 and cuts[-1] == len(blank)
         assert all(0 < b - a <= max_len for a, b in zip(cuts, cuts[1:], strict=False)) or len(blank) == 0
 
@@ -107,14 +108,14 @@ def test_cut_documents_fit_and_lose_nothing():
 
 
 def test_encoder_cuts_at_blank_lines_and_keeps_every_token():
-    tokenizer = prepare.Tokenizer.train(iter(sentences(0, 200)), 400)
+    tokenizer = train_tokenizer(iter(sentences(0, 200)), 400)
     text = "\n\n".join(" ".join(part.split()[:5]) for part in sentences(1, 200))
-    documents = [d.tolist() for _, d in prepare.DocumentEncoder(tokenizer, 100)(text)]
+    documents = [d.tolist() for _, d in DocumentEncoder(tokenizer, 100)(text)]
     assert all(d[0] == tokenizer.get_bos_token_id() and len(d) <= 101 for d in documents)
     assert [t for d in documents for t in d[1:]] == tokenizer.encode(text)
     at_blank = sum(tokenizer.decode(d[1:]).endswith("\n\n") for d in documents)
     assert at_blank > len(documents) / 4
-    assert len(prepare.DocumentEncoder(tokenizer, None)(text)) == 1
+    assert len(DocumentEncoder(tokenizer, None)(text)) == 1
 
 
 # ---------------------------------------------------------------------------- loader

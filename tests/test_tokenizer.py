@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prepare
+from data import DocumentEncoder, learnable, save_tokenizer, train_tokenizer
 
 TEXTS = [
     *sentences(0, 300),
@@ -31,7 +32,7 @@ HARD = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return prepare.Tokenizer.train(iter(TEXTS), 600)
+    return train_tokenizer(iter(TEXTS), 600)
 
 
 def check(tokenizer, text: str) -> None:
@@ -74,7 +75,7 @@ def test_numbers_are_grouped_by_two_digits(tokenizer):
 
 def test_special_tokens_in_a_document_are_plain_text(tokenizer):
     text = "".join(prepare.SPECIAL_TOKENS)
-    documents = prepare.DocumentEncoder(tokenizer, None)(text)
+    documents = DocumentEncoder(tokenizer, None)(text)
     assert max(tokenizer.encode(text)) < 596
     assert [d.tolist().count(tokenizer.get_bos_token_id()) for _, d in documents] == [1]
     check(tokenizer, text)
@@ -90,8 +91,8 @@ def test_encode_lists_and_prepend(tokenizer):
 
 
 def test_training_is_deterministic_and_kept_as_plain_data(tokenizer, tmp_path):
-    again = prepare.Tokenizer.train(iter(TEXTS), 600)
-    again.save(tmp_path / "tokenizer.json")
+    again = train_tokenizer(iter(TEXTS), 600)
+    save_tokenizer(again, tmp_path / "tokenizer.json")
     kept = json.loads((tmp_path / "tokenizer.json").read_text())
     loaded = prepare.Tokenizer.load(tmp_path / "tokenizer.json")
     assert kept["pattern"] == prepare.SPLIT_PATTERN
@@ -101,6 +102,6 @@ def test_training_is_deterministic_and_kept_as_plain_data(tokenizer, tmp_path):
 
 
 def test_learns_from_the_beginnings_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(prepare, "TOKENIZER_CHARS", 25)
-    monkeypatch.setattr(prepare, "TOKENIZER_DOC_CHARS", 10)
-    assert list(prepare.learnable(["a" * 30, "b", "c" * 30, "d" * 30, "e"])) == ["a" * 10, "b", "c" * 10, "d" * 10]
+    monkeypatch.setattr("data.TOKENIZER_CHARS", 25)
+    monkeypatch.setattr("data.TOKENIZER_DOC_CHARS", 10)
+    assert list(learnable(["a" * 30, "b", "c" * 30, "d" * 30, "e"])) == ["a" * 10, "b", "c" * 10, "d" * 10]
