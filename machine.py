@@ -1,11 +1,13 @@
-"""What this machine can do: precision, compiler, peak, memory, attention. A fixed file, like prepare.py."""
+"""What training needs of a machine: precision, compiler, peak, memory, attention, checkpoints. A fixed file, like prepare.py."""
 
 import math
 import os
+import re
 import resource
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 import prepare
 from prepare import UserError
 
-# ---------------------------------------------------------------------------- precision, compiler, peak
+# ---------------------------------------------------------------------------- precision, compiler, peak, memory
 
 # Dense bf16 with float32 sums (fp16 on V100 and T4), as remembered from data sheets and not checked; first match wins.
 PEAK_TFLOPS = {
@@ -71,6 +73,23 @@ def peak_memory_mb(device: torch.device) -> float:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def fits(micro_step, optimizer) -> bool:
+    """Whether two steps fit into the memory of every rank; the second one holds the optimizer's state too."""
+    for _ in range(2):
+        try:
+            micro_step()
+            full = 0
+        except RuntimeError as e:
+            if not re.search("out of memory|can't allocate", str(e)):
+                raise
+            full = 1
+        if prepare.sum_over_ranks(full):
+            return False
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return True
 
 
 # ---------------------------------------------------------------------------- attention
@@ -161,3 +180,32 @@ def pick_attention(config, device: torch.device, wanted: str = "auto"):
         except Exception as e:  # whatever it is, the next one means the same
             why.append(f"no {name}: {type(e).__name__}: {str(e).strip()[:200]}")
     raise UserError(f"no attention works here: {'; '.join(why)}")
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+CHECKPOINTS = Path("checkpoints")  # a folder for each run
+
+
+def save_checkpoint(folder: Path, step: int, state: dict) -> None:
+    """Written aside and renamed, the two newest are kept. Each rank writes its own: it has a share of the optimizer's state."""
+    rank = prepare.ranks()[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{step:08d}-{rank}.pt"
+    torch.save(state, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+    for old in sorted(folder.glob(f"*-{rank}.pt"))[:-2]:
+        old.unlink()
+
+
+def load_checkpoint(like: dict, device: torch.device) -> tuple[Path, dict]:
+    """(folder, state) of the newest checkpoint that every rank has. Raises UserError if there is none, or one of another run."""
+    rank, world = prepare.ranks()
+    for path in sorted(CHECKPOINTS.glob("*/*-0.pt"), reverse=True):
+        paths = [path.with_name(f"{path.name[:-5]}-{r}.pt") for r in range(world)]
+        if all(p.exists() for p in paths):
+            state = torch.load(paths[rank], map_location=device, weights_only=True)
+            if other := [f"{k} {v}, not {like[k]}" for k, v in state["like"].items() if v != like[k]]:
+                raise UserError(f"{path} has {'; '.join(other)}. hint: set it as it was, or start anew without --resume")
+            return path.parent, state
+    raise UserError(f"no checkpoint in {CHECKPOINTS.resolve()}. hint: 'train.py --save' writes them")

@@ -1,13 +1,6 @@
 """Constants, tokenizer, loader, clock, evaluation: what decides the number. An agent never edits this file or data.py.
 
-As a program it brings about the data (the code is in data.py):
-
-    uv run prepare.py                    prepare the data of this machine's profile (idempotent)
-    uv run prepare.py --data DATA        climbmix, tinystories, embedded, or a folder or file of your own text
-    uv run prepare.py --num-shards 20    more training data (climbmix; default 10, -1 for all)
-    uv run prepare.py --verify           read every file again and mend what is damaged
-    uv run prepare.py --stats            what one should look at before training
-    uv run prepare.py --check            score models whose result is known, refuse models that cheat
+    uv run prepare.py [--help]    prepare the data of this machine's profile, look at them, check the evaluator (in data.py)
 
 Environment: AUTORESEARCH_PROFILE (full, small, tiny), AUTORESEARCH_DATA (as --data), AUTORESEARCH_CACHE (folder),
 AUTORESEARCH_TIME_BUDGET (seconds), AUTORESEARCH_SEED; HF_ENDPOINT, HF_TOKEN and the usual proxy variables for the hub.
@@ -253,12 +246,12 @@ def stack_rows(rows, count: int, row_len: int) -> np.ndarray:
     return np.frombuffer(b"".join(parts), np.uint16).reshape(-1, row_len)
 
 
-def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, buffer_size: int = 1000):
+def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, buffer_size: int = 1000, skip: int = 0):
     """Yield (inputs, targets, epoch) for ever: int64 [B, T] each on the device, every row starting with BOS.
 
     The order of the documents is drawn anew for every epoch from AUTORESEARCH_SEED; epoch counts from 1 how often all of
     them were placed. Under torchrun each rank takes every world-size-th batch of the same stream. Only "train" can be
-    asked for: validation rows are read by evaluate_bpb alone.
+    asked for: validation rows are read by evaluate_bpb alone. skip: batches of this rank that an earlier process has taken.
     """
     if split != "train":
         raise UserError(f"make_dataloader reads split 'train', not {split!r}. hint: evaluate_bpb scores the validation rows")
@@ -281,7 +274,7 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, buffer_siz
 
     rows, pin = pack_rows(documents(), T + 1, buffer_size), device.type == "cuda"
     for batch in count():
-        if batch % world_size != rank:
+        if batch % world_size != rank or batch < skip * world_size:
             next(islice(rows, B - 1, None))
             continue
         packed = stack_rows(rows, B, T + 1)
@@ -334,6 +327,7 @@ class Clock:
             raise UserError("a run has one Clock, this is a second one")
         _clock = self
         self.started = self.training_seconds = None
+        self.resumed = self.paused = 0.0  # seconds: trained by earlier processes, of this one in previews
         self.agreed = 0.0  # rank 0's seconds at the last done(): the same on every rank
         self.warming_up = False
 
@@ -357,12 +351,13 @@ class Clock:
         optimizer.state.clear()
         model.zero_grad(set_to_none=True)
 
-    def start(self) -> None:
+    def start(self, used: float = 0.0) -> None:
+        """used: seconds of the budget that an earlier process has trained for. The score is marked then."""
         if self.started is not None:
             raise UserError("the clock of a run starts once")
         synchronize()
         sum_over_ranks(0.0)  # no rank's clock runs while another one still compiles
-        self.started = time.perf_counter()
+        self.resumed, self.started = max(used, 0.0), time.perf_counter() - max(used, 0.0)
 
     def elapsed(self) -> float:
         """Seconds since start (0 before), up to stop."""
@@ -397,8 +392,8 @@ register_optimizer_step_post_hook(_count_step)
 def timing() -> dict:
     """How this run spent its time; marks says in words what a reader of the score must know."""
     trained = _clock.training_seconds if _clock else None
-    outside = time.perf_counter() - STARTED - (trained or 0.0)
-    marks = []
+    outside = time.perf_counter() - STARTED - (trained - _clock.resumed + _clock.paused if trained is not None else 0.0)
+    marks = [f"resumed after {_clock.resumed:.0f} s"] if _clock and _clock.resumed else []
     if trained is None:
         marks.append("the clock of prepare.py was not used")
     elif trained > 1.1 * TIME_BUDGET + 5:
@@ -557,6 +552,30 @@ def check_unpatched() -> None:
     compare(globals(), compile(Path(__file__).read_bytes(), __file__, "exec"), "")
 
 
+def validation(manifest: dict) -> tuple[np.ndarray, np.ndarray]:
+    """The validation rows, uint16 [n, T+1], and the byte length of every token."""
+    path = checked(CACHE, manifest, "val_rows.bin")
+    return np.fromfile(path, np.uint16).reshape(-1, MAX_SEQ_LEN + 1), Tokenizer.from_directory(CACHE).token_bytes
+
+
+def preview_bpb(model, batch_size: int) -> float:
+    """Bits per byte on every 16th validation row, for the curve of a long run: the clock stands still, nothing is recorded."""
+    synchronize()
+    began, state, (rank, world) = time.perf_counter(), versions(model), ranks()
+    rows, token_bytes = validation(load_manifest(CACHE))
+    rows = rows[::16]
+    model.eval()
+    with torch.no_grad():
+        nats = score_rows(model, rows[rank::world], token_bytes, batch_size, next(model.parameters()).device).sum().item()
+    model.train()
+    if versions(model) != state:
+        raise VoidScore("the model changed its parameters or buffers while it was scored")
+    bpb = sum_over_ranks(nats) / (math.log(2) * int(token_bytes[rows[:, 1:]].sum()))
+    _clock.started += time.perf_counter() - began
+    _clock.paused += time.perf_counter() - began
+    return bpb
+
+
 def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
     """Bits per byte of the model on the profile's validation rows, by its logits; lower is better.
 
@@ -573,8 +592,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
     spent, began = timing(), time.perf_counter()
     check_unpatched()
     manifest = load_manifest(CACHE)
-    token_bytes = Tokenizer.from_directory(CACHE).token_bytes
-    rows = np.fromfile(checked(CACHE, manifest, "val_rows.bin"), np.uint16).reshape(-1, MAX_SEQ_LEN + 1)
+    rows, token_bytes = validation(manifest)
     training, device = model.training, next(model.parameters()).device
     rank, world = ranks()
     model.eval()

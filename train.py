@@ -27,34 +27,42 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import machine
 import prepare
-from machine import can_compile, compute_dtype, peak_flops, peak_memory_mb, pick_attention, sdpa_attention
 from prepare import MAX_SEQ_LEN, PROFILE, SEED, TIME_BUDGET, Clock, Tokenizer, UserError, VoidScore, evaluate_bpb, get_device
 
 # ---------------------------------------------------------------------------- knobs
 
-TIERS = {  # starting sizes by profile and GB of device memory: layers, tokens per optimizer step, rows per forward pass
-    "full": {80: (8, 2**19, 128), 32: (8, 2**18, 64), 24: (8, 2**17, 32), 0: (6, 2**17, 32)},
-    "small": {12: (6, 2**16, 32), 8: (6, 2**16, 16), 0: (4, 2**16, 8)},
+# Starting sizes by profile and GB of device memory: layers, tokens per optimizer step, rows per forward pass. Others' nights
+# agree on a batch that leaves 1,000 steps or more, then the largest model that still gets them.
+TIERS = {
+    "full": {80: (9, 2**18, 128), 32: (8, 2**16, 32), 24: (8, 2**16, 32), 0: (6, 2**15, 16)},
+    "small": {12: (6, 2**14, 16), 8: (6, 2**14, 16), 0: (4, 2**14, 8)},
     "tiny": {0: (4, 2**12, 16)},
 }[PROFILE]
 MEMORY_GB = torch.cuda.get_device_properties(get_device()).total_memory / 1e9 if torch.cuda.is_available() else 8  # MPS
 DEPTH, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE = next(TIERS[gb] for gb in TIERS if 0.9 * gb <= MEMORY_GB)  # a "24 GB" card shows less
-ASPECT_RATIO, HEAD_DIM = {"full": (64, 128), "small": (64, 64), "tiny": (48, 64)}[PROFILE]  # width per layer, channels per head
+ASPECT_RATIO, HEAD_DIM = {"full": (57, 128), "small": (64, 64), "tiny": (48, 64)}[PROFILE]  # width per layer, channels per head
 KV_GROUP = 1  # query heads that share one key/value head
-WINDOW_PATTERN = "SSSL"  # a layer's attention: S half the context, L all of it; repeated; the last layer is always L
-ROPE_BASE = 10_000
+VALUE_EVERY = 2  # every how many layers has a value embedding
+# A layer's attention: S the context divided by SHORT_WINDOW, L all of it; repeated; the last layer is always L.
+WINDOW_PATTERN, SHORT_WINDOW = {"full": ("SSSSL", 8), "small": ("L", 2), "tiny": ("SSSL", 2)}[PROFILE]
+ROPE_BASE = 200_000
+QK_SCALE = 1.2  # of queries and keys after their norm: sharper attention (nanochat)
+BIGRAM_RATIO = 5  # rows of the table of token pairs, in vocabularies (modded-nanogpt, record 62)
+TAPS = 3  # previous tokens that a depthwise convolution mixes into the input of attention
 SOFTCAP = 15.0  # logits stay within +- this
 
 MATRIX_LR = 0.04  # Muon: the matrices of the blocks
-# AdamW: token and value embeddings, and the output matrix (tiny: 0.01 bpb better after 600 steps than with the others').
-EMBEDDING_LR, UNEMBEDDING_LR = (0.3, 0.008) if PROFILE == "tiny" else (0.6, 0.004)
+# AdamW: embeddings, and the output matrix (tiny: 0.01 bpb better after 600 steps than 0.6 and 0.004).
+EMBEDDING_LR, UNEMBEDDING_LR = (0.3, 0.008) if PROFILE == "tiny" else (0.9, 0.005)
 SCALAR_LR = 0.5  # AdamW: per-layer scales (those of the residual stream take a hundredth)
 ADAM_BETAS = (0.8, 0.95)
-WEIGHT_DECAY = 0.2  # Muon only, falls to 0 over the run
+WEIGHT_DECAY = 0.2  # Muon, falls to 0 over the run
+EMBEDDING_WD, VALUE_WD, UNEMBEDDING_WD = 0.001, 0.003, 0.01  # AdamW; the high embedding rate works only with them
 WARMUP_RATIO = 0.0  # share of the budget
-WARMDOWN_RATIO = 0.5
-FINAL_LR_FRAC = 0.0
+WARMDOWN_RATIO = 0.75
+FINAL_LR_FRAC = 0.05
 
 ATTENTION = "auto"  # or fa3, flash, sdpa, plain
 COMPILE = True
@@ -79,10 +87,10 @@ class GPTConfig:
     def window(self, layer: int) -> int:
         """How many tokens before itself a query of this layer sees."""
         short = layer < self.n_layer - 1 and self.window_pattern[layer % len(self.window_pattern)] == "S"
-        return self.seq_len // 2 if short else self.seq_len
+        return self.seq_len // SHORT_WINDOW if short else self.seq_len
 
     def has_value_embedding(self, layer: int) -> bool:
-        return layer % 2 == (self.n_layer - 1) % 2
+        return layer % VALUE_EVERY == (self.n_layer - 1) % VALUE_EVERY
 
 
 def norm(x):
@@ -93,6 +101,17 @@ def rotate(x, cos, sin):
     """Rotary position embedding (RoFormer, arXiv 2104.09864) on the two halves of each head."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+
+
+class Shift(nn.Module):
+    """Adds to every channel a learned mix of its TAPS values before: a depthwise convolution (Primer, arXiv 2109.08668)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.taps = nn.Parameter(torch.empty(TAPS, config.n_embd))
+
+    def forward(self, x):
+        return x + sum(F.pad(x, (0, 0, i, 0))[:, : x.size(1)] * tap for i, tap in enumerate(self.taps.to(x.dtype), 1))
 
 
 class Attention(nn.Module):
@@ -116,7 +135,7 @@ class Attention(nn.Module):
         if self.values is not None:  # value residual, gated by the input: 1 at the start
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.GATE_CHANNELS]))
             v = v + gate.unsqueeze(-1) * self.values(idx).to(v.dtype).unflatten(-1, (-1, self.head_dim))
-        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        q, k = (QK_SCALE * norm(rotate(t, cos, sin)) for t in (q, k))  # the norm may come first: a rotation changes no length
         return self.proj(self.attend(q, k, v, self.window).flatten(-2))
 
 
@@ -133,12 +152,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, attend):
         super().__init__()
-        self.attention, self.mlp = Attention(config, layer, attend), MLP(config)
-        self.resid_scale, self.x0_scale = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
+        self.attention, self.mlp, self.shift = Attention(config, layer, attend), MLP(config), Shift(config)
+        self.resid_scale, self.x0_scale, self.bigram_scale = (nn.Parameter(torch.empty(())) for _ in range(3))
 
-    def forward(self, x, x0, idx, cos, sin):
-        x = self.resid_scale * x + self.x0_scale * x0
-        x = x + self.attention(norm(x), idx, cos, sin)
+    def forward(self, x, x0, bigram, idx, cos, sin):
+        x = self.resid_scale * x + self.x0_scale * x0 + self.bigram_scale * bigram
+        x = x + self.attention(self.shift(norm(x)), idx, cos, sin)
         return x + self.mlp(norm(x))
 
 
@@ -159,10 +178,11 @@ class Head(nn.Linear):
 class GPT(nn.Module):
     """Token ids int64 [B, T] -> logits float32 [B, T, vocab]. Build it on the meta device, then call init_weights."""
 
-    def __init__(self, config: GPTConfig, attend=sdpa_attention):
+    def __init__(self, config: GPTConfig, attend=machine.sdpa_attention):
         super().__init__()
         self.config, self.checkpointing = config, False  # checkpointing: activations are computed again in the backward pass
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.bigrams = nn.Embedding(BIGRAM_RATIO * config.vocab_size, config.n_embd)  # rows are hashes of token pairs
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(config.n_layer))
         self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
         half = config.n_embd // config.n_head // 2
@@ -173,17 +193,20 @@ class GPT(nn.Module):
     def init_weights(self, device) -> "GPT":
         """Give a model on the meta device its memory and its first weights."""
         self.to_empty(device=device)
-        bound = (3 / self.config.n_embd) ** 0.5  # uniform with standard deviation n_embd ** -0.5
+        bound = 0.68 * (3 / self.config.n_embd) ** 0.5  # uniform with standard deviation 0.68 * n_embd ** -0.5
         nn.init.normal_(self.wte.weight)
+        nn.init.zeros_(self.bigrams.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
-        for block in self.blocks:
-            a = block.attention
+        for i, block in enumerate(self.blocks):
+            a, depth = block.attention, i / max(1, len(self.blocks) - 1)
             for part in (a.q, a.k, a.v, block.mlp.fc, *([a.values] if a.values else [])):
                 nn.init.uniform_(part.weight, -bound, bound)
             for linear in (a.proj, block.mlp.proj, *([a.gate] if a.gate else [])):
                 nn.init.zeros_(linear.weight)
-            nn.init.ones_(block.resid_scale)
-            nn.init.constant_(block.x0_scale, 0.1)
+            nn.init.zeros_(block.shift.taps)
+            nn.init.constant_(block.resid_scale, 1.15 - 0.10 * depth)
+            nn.init.constant_(block.x0_scale, 0.20 - 0.15 * depth)
+            nn.init.constant_(block.bigram_scale, 0.1)
         half = self.cos.size(-1)
         rates = ROPE_BASE ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
         angles = torch.arange(self.config.seq_len, device=device, dtype=torch.float32)[:, None, None] * rates
@@ -195,23 +218,25 @@ class GPT(nn.Module):
         """What the head reads: [B, T, n_embd]."""
         dtype = self.config.dtype
         cos, sin = self.cos[: idx.size(1)].to(dtype), self.sin[: idx.size(1)].to(dtype)
-        x = x0 = norm(self.wte(idx).to(dtype))
+        x0 = norm(self.wte(idx).to(dtype))
+        x = x0.clone()  # the same tensor twice would be compiled as another kind of block
+        pairs = (F.pad(idx, (1, 0))[:, :-1] * 36313 ^ idx * 27191) % self.bigrams.num_embeddings
+        bigram = self.bigrams(pairs).to(dtype)
         for block in self.blocks:
-            args = (x, x0, idx, cos, sin)
+            args = (x, x0, bigram, idx, cos, sin)
             x = checkpoint(block, *args, use_reentrant=False) if self.checkpointing and self.training else block(*args)
         return x
 
     def forward(self, idx):
-        return self.lm_head(self.trunk(idx))
+        with torch.set_grad_enabled(not self.checkpointing):  # the evaluator, too, finds the blocks compiled, as for training
+            x = self.trunk(idx)
+        return self.lm_head(x if torch.is_grad_enabled() else x.detach())
 
     def compile_parts(self) -> None:
         """Part by part: alike blocks share one compilation, which halves the wait."""
         for part in (*self.blocks, self.lm_head):
             part.compile(dynamic=False)
         self.lm_head.loss = torch.compile(self.lm_head.loss, dynamic=False)
-
-    def embeddings(self) -> list[nn.Parameter]:
-        return [m.weight for m in self.modules() if isinstance(m, nn.Embedding)]
 
     def matrices(self) -> list[nn.Parameter]:
         """What Muon trains."""
@@ -302,12 +327,12 @@ def muon_update(params, grads, momenta, variances, lr, wd, mu, beta2, dtype: tor
         p.sub_(lr * u + lr * wd * p * (u * p >= 0))
 
 
-def adamw_update(params, grads, firsts, seconds, lrs, t, beta1: float, beta2: float, eps: float = 1e-10):
-    """One AdamW step (arXiv 1711.05101, no decay) in place; lrs: one 0-dim tensor a parameter, t: step from 1."""
-    for p, g, m, v, lr in zip(params, grads, firsts, seconds, lrs, strict=True):
+def adamw_update(params, grads, firsts, seconds, lrs, wds, t, beta1: float, beta2: float, eps: float = 1e-10):
+    """One AdamW step (arXiv 1711.05101) in place; lrs, wds: one 0-dim tensor a parameter, t: step from 1."""
+    for p, g, m, v, lr, wd in zip(params, grads, firsts, seconds, lrs, wds, strict=True):
         m.add_((1 - beta1) * (g - m))
         v.add_((1 - beta2) * (g.square() - v))
-        p.sub_(lr / (1 - beta1**t) * m / ((v / (1 - beta2**t)).sqrt() + eps))
+        p.sub_(lr * wd * p + lr / (1 - beta1**t) * m / ((v / (1 - beta2**t)).sqrt() + eps))
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -330,9 +355,10 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         rank, world = prepare.ranks()
-        adamw, muon, shares = [[] for _ in range(5)], [], []
+        adamw, muon, shares = [[] for _ in range(6)], [], []
         for group in self.param_groups:
             params, lr = group["params"], torch.tensor(group["lr"])
+            wd = torch.tensor(group["weight_decay"])
             if group["kind"] == "adamw":
                 for p in params:
                     split = world > 1 and p.dim() == 2 and len(p) % world == 0
@@ -341,7 +367,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     state = self.state[p] = self.state[p] or {"m": torch.zeros_like(mine), "v": torch.zeros_like(mine), "t": 0}
                     state["t"] += 1
                     t = state["t"]
-                    for column, value in zip(adamw, (mine, grad, state["m"], state["v"], lr), strict=True):
+                    for column, value in zip(adamw, (mine, grad, state["m"], state["v"], lr, wd), strict=True):
                         column.append(value)
             else:
                 share = -(-len(params) // world)  # where it does not divide, some matrices are updated twice, alike
@@ -352,8 +378,8 @@ class MuonAdamW(torch.optim.Optimizer):
                     rows, cols = params[0].shape
                     state["m"] = params[0].new_zeros(share, rows, cols)
                     state["v"] = params[0].new_zeros(share, *((rows, 1) if rows >= cols else (1, cols)))
-                rates = [torch.tensor(group[k]) for k in ("weight_decay", "momentum", "beta2")]
-                muon.append((mine, [p.grad for p in mine], state["m"], state["v"], lr, *rates))
+                momentum, beta2 = torch.tensor(group["momentum"]), torch.tensor(group["beta2"])
+                muon.append((mine, [p.grad for p in mine], state["m"], state["v"], lr, wd, momentum, beta2))
         self.update(adamw, muon, torch.tensor(float(t)))
         for parts, mine in shares:
             mine = torch.stack(mine)
@@ -365,12 +391,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def build_optimizer(model: GPT, dtype: torch.dtype, compile: bool) -> MuonAdamW:
     scale = (model.config.n_embd / 768) ** -0.5  # Adam's rates were tuned at width 768
+    values = nn.ModuleList(b.attention.values for b in model.blocks if b.attention.values)
     groups = [
-        {"kind": "adamw", "params": model.embeddings(), "lr": EMBEDDING_LR * scale},
-        {"kind": "adamw", "params": [model.lm_head.weight], "lr": UNEMBEDDING_LR * scale},
-        {"kind": "adamw", "params": [b.resid_scale for b in model.blocks], "lr": SCALAR_LR * 0.01},
-        {"kind": "adamw", "params": [b.x0_scale for b in model.blocks], "lr": SCALAR_LR},
+        {"params": [model.wte.weight, model.bigrams.weight], "lr": EMBEDDING_LR * scale, "weight_decay": EMBEDDING_WD},
+        {"params": [*values.parameters()], "lr": EMBEDDING_LR * scale, "weight_decay": VALUE_WD},
+        {"params": [model.lm_head.weight], "lr": UNEMBEDDING_LR * scale, "weight_decay": UNEMBEDDING_WD},
+        {"params": [b.shift.taps for b in model.blocks], "lr": SCALAR_LR * 0.1},
+        {"params": [b.resid_scale for b in model.blocks], "lr": SCALAR_LR * 0.01},
+        {"params": [s for b in model.blocks for s in (b.x0_scale, b.bigram_scale)], "lr": SCALAR_LR},
     ]
+    groups = [group | {"kind": "adamw"} for group in groups]
     shapes = {}
     for p in model.matrices():
         shapes.setdefault(p.shape, []).append(p)
@@ -397,7 +427,7 @@ def set_schedules(optimizer: MuonAdamW, progress: float, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_multiplier(progress)
         if group["kind"] == "muon":
-            group["momentum"] = 0.85 + 0.10 * min(step / 300, 1)
+            group["momentum"] = 0.85 + 0.10 * min(step / 200, 1)
             group["weight_decay"] = WEIGHT_DECAY * (1 - progress)
 
 
@@ -435,56 +465,12 @@ def split_batch(world: int) -> tuple[int, int]:
     return rows, micro
 
 
-def fits(micro_step, optimizer) -> bool:
-    """Whether two steps fit into the memory of every rank; the second one holds the optimizer's state too."""
-    for _ in range(2):
-        try:
-            micro_step()
-            full = 0
-        except RuntimeError as e:
-            if not re.search("out of memory|can't allocate", str(e)):
-                raise
-            full = 1
-        if prepare.sum_over_ranks(full):
-            return False
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return True
-
-
 def grad_norms(optimizer) -> dict:
     """{"muon": norm of all its gradients, "adamw": ...} as 0-dim tensors."""
     kinds = {}
     for group in optimizer.param_groups:
         kinds.setdefault(group["kind"], []).extend(p.grad for p in group["params"])
     return {kind: torch.nn.utils.get_total_norm(grads) for kind, grads in kinds.items()}
-
-
-CHECKPOINTS = Path("checkpoints")  # a folder for each run
-
-
-def save_checkpoint(folder: Path, step: int, state: dict) -> None:
-    """Written aside and renamed, the two newest are kept. Each rank writes its own: it has a share of the optimizer's state."""
-    rank = prepare.ranks()[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step:08d}-{rank}.pt"
-    torch.save(state, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
-    for old in sorted(folder.glob(f"*-{rank}.pt"))[:-2]:
-        old.unlink()
-
-
-def load_checkpoint(like: dict, device: torch.device) -> tuple[Path, dict]:
-    """(folder, state) of the newest checkpoint that every rank has. Raises UserError if there is none, or one of another run."""
-    rank, world = prepare.ranks()
-    for path in sorted(CHECKPOINTS.glob("*/*-0.pt"), reverse=True):
-        paths = [path.with_name(f"{path.name[:-5]}-{r}.pt") for r in range(world)]
-        if all(p.exists() for p in paths):
-            state = torch.load(paths[rank], map_location=device, weights_only=True)
-            if other := [f"{k} {v}, not {like[k]}" for k, v in state["like"].items() if v != like[k]]:
-                raise UserError(f"{path} has {'; '.join(other)}. hint: set it as it was, or start anew without --resume")
-            return path.parent, state
-    raise UserError(f"no checkpoint in {CHECKPOINTS.resolve()}. hint: 'train.py --save' writes them")
 
 
 @torch.no_grad()
@@ -505,7 +491,7 @@ def show(line: str, last: bool = False) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the model for the time budget.")
-    parser.add_argument("--save", action="store_true", help=f"keep the two newest checkpoints in {CHECKPOINTS}/")
+    parser.add_argument("--save", action="store_true", help=f"keep the two newest checkpoints in {machine.CHECKPOINTS}/")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, and keep saving")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="at the end write N continuations of training text")
     args = parser.parse_args()
@@ -520,13 +506,13 @@ def main() -> None:
     rank, world = prepare.ranks()
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (rank 0 alone prints)
-    dtype = compute_dtype(device)
+    dtype = machine.compute_dtype(device)
     torch.set_float32_matmul_precision("high")
     tokenizer = Tokenizer.from_directory()
     config = build_config(tokenizer.get_vocab_size(), dtype)
     rank_rows, rows = split_batch(world)
-    why_eager = can_compile(device) if COMPILE else "COMPILE is off"
-    attend, attention = pick_attention(config, device, ATTENTION)
+    why_eager = machine.can_compile(device) if COMPILE else "COMPILE is off"
+    attend, attention = machine.pick_attention(config, device, ATTENTION)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
     torch.manual_seed(SEED)
@@ -536,7 +522,7 @@ def main() -> None:
     optimizer = build_optimizer(model, dtype, compile=not why_eager)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # gradients below float16 would become 0
     n_params = sum(p.numel() for p in model.parameters())
-    peak, peak_source = peak_flops(device, dtype)
+    peak, peak_source = machine.peak_flops(device, dtype)
     mfu_of_speed = 100 * model.flops_per_token() / peak / world
     with torch.no_grad(), autocast:
         stream = model.trunk(torch.zeros(1, 8, dtype=torch.int64, device=device)).dtype  # wider: something promotes it
@@ -569,7 +555,7 @@ def main() -> None:
         while True:
             loader = prepare.make_dataloader(tokenizer, rows, MAX_SEQ_LEN, "train")
             x, y, epoch = next(loader)
-            if fits(micro_step, optimizer):
+            if machine.fits(micro_step, optimizer):
                 break
             if rows == 1 and model.checkpointing:
                 raise torch.OutOfMemoryError("one row does not fit, even with activation checkpointing. hint: a smaller model")
@@ -587,16 +573,16 @@ def main() -> None:
     gc.freeze()  # a collection in the middle of a run costs half a second
     gc.disable()
 
-    step, smooth, elapsed, folder = 0, 0.0, 0.0, CHECKPOINTS / time.strftime("%Y%m%d-%H%M%S")
+    step, smooth, elapsed, folder = 0, 0.0, 0.0, machine.CHECKPOINTS / time.strftime("%Y%m%d-%H%M%S")
     like = {"data": data_id, "seed": SEED, "budget": TIME_BUDGET, "batch": TOTAL_BATCH_SIZE, "ranks": world, "model": str(config)}
 
     def save():
         state = {"like": like, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
         state |= {"step": step, "smooth": smooth, "used": elapsed, "rng": torch.get_rng_state()}
-        save_checkpoint(folder, step, state)
+        machine.save_checkpoint(folder, step, state)
 
     if args.resume:
-        folder, state = load_checkpoint(like, device)
+        folder, state = machine.load_checkpoint(like, device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
@@ -639,7 +625,7 @@ def main() -> None:
             if norms:
                 line = {"step": at, "elapsed": then, "loss": value, "lrm": lr_multiplier(clock.progress())}
                 line["grad_norm"] = {kind: norm.item() for kind, norm in norms.items()}
-                line |= {"tokens_per_second": at * TOTAL_BATCH_SIZE / then, "memory_mb": peak_memory_mb(device)}
+                line |= {"tokens_per_second": at * TOTAL_BATCH_SIZE / then, "memory_mb": machine.peak_memory_mb(device)}
                 with open(Path(run_dir, "steps.jsonl"), "a") as f:
                     f.write(json.dumps(line) + "\n")
         if elapsed - shown > (0.2 if sys.stdout.isatty() else 5):
@@ -654,7 +640,7 @@ def main() -> None:
         if elapsed - previewed > PREVIEW_EVERY:
             previewed = elapsed
             with autocast:
-                curve.append(f"{elapsed:.0f} s {prepare.preview_bpb(model, min(rows, 32)):.4f}")
+                curve.append(f"{elapsed:.0f} s {prepare.preview_bpb(model, rows):.4f}")
             show(f"preview    bits per byte: {', '.join(curve)}", last=True)
     clock.stop()
     if saving:
@@ -667,13 +653,13 @@ def main() -> None:
 
     start = time.perf_counter()
     with autocast:
-        val_bpb = evaluate_bpb(model, tokenizer, min(rows, 32))
+        val_bpb = evaluate_bpb(model, tokenizer, rows)
     now = time.perf_counter()
     summary = {  # name: value, decimals
         "val_bpb": (val_bpb, 6), "training_seconds": (training_seconds, 1), "total_seconds": (now - prepare.STARTED, 1),
-        "startup_seconds": (startup_seconds, 1), "eval_seconds": (now - start, 1), "peak_vram_mb": (peak_memory_mb(device), 1),
-        "mfu_percent": (mfu_of_speed * speed, 2), "total_tokens_M": (tokens / 1e6, 1), "num_steps": (step, 0),
-        "num_params_M": (n_params / 1e6, 1), "depth": (DEPTH, 0),
+        "startup_seconds": (startup_seconds, 1), "eval_seconds": (now - start, 1),
+        "peak_vram_mb": (machine.peak_memory_mb(device), 1), "mfu_percent": (mfu_of_speed * speed, 2),
+        "total_tokens_M": (tokens / 1e6, 1), "num_steps": (step, 0), "num_params_M": (n_params / 1e6, 1), "depth": (DEPTH, 0),
     }  # fmt: skip
     for _ in range(-(-args.sample // rows)):  # a quarter of a training row, and what the model makes of it
         with autocast:

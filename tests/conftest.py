@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+import prepare
 
 REPO = Path(__file__).resolve().parent.parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores Ctrl-C, and so would its children
@@ -33,6 +36,20 @@ def prepared(tmp_path_factory) -> dict:
     done = subprocess.run([sys.executable, "prepare.py"], cwd=REPO, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return env
+
+
+@pytest.fixture(scope="session")
+def short(prepared, tmp_path_factory):
+    """A prepared cache with 70 validation rows only."""
+    root = tmp_path_factory.mktemp("short")
+    shutil.copytree(Path(prepared["AUTORESEARCH_CACHE"]), root, dirs_exist_ok=True)
+    cache = root / "tiny-embedded"
+    rows = (cache / "val_rows.bin").read_bytes()[: 70 * 257 * 2]
+    (cache / "val_rows.bin").write_bytes(rows)
+    manifest = prepare.load_manifest(cache)
+    manifest["files"]["val_rows.bin"] = [len(rows), prepare.file_hash(cache / "val_rows.bin")]
+    (cache / "manifest.json").write_text(json.dumps(manifest | {"data_id": prepare.data_id(manifest)}))
+    return prepared | {"AUTORESEARCH_CACHE": str(root), "OMP_NUM_THREADS": "1", "AUTORESEARCH_TIME_BUDGET": "300"}
 
 
 def sentences(seed: int, n: int) -> list[str]:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+import machine
 import prepare
 import train
 
@@ -22,8 +23,8 @@ knobs = dict(COMPILE=False, DEPTH=2, ASPECT_RATIO=16, HEAD_DIM=16, TOTAL_BATCH_S
 knobs |= dict(EMBEDDING_LR=0.01, UNEMBEDDING_LR=0.001, SCALAR_LR=0.01, MATRIX_LR=0.005)  # rounding stays small
 for name, value in knobs.items():
     setattr(train, name, value)
-train.compute_dtype = lambda device: torch.float32
-train.peak_flops = lambda device, dtype: (1e12, "fixed")
+machine.compute_dtype = lambda device: torch.float32
+machine.peak_flops = lambda device, dtype: (1e12, "fixed")
 # orthogonalization blows rounding up to full size where a gradient has no direction, as in the first steps: not here
 train.orthogonalize = lambda g, dtype: g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-6)
 schedules, loss_of = train.set_schedules, train.train_loss
@@ -42,13 +43,13 @@ class Steps(prepare.Clock):
         over = super().done()
         return self.count == steps if steps else over
 
-    def start(self, used):
+    def start(self, used=0.0):
         super().start(used)
-        self.count = round(used * steps / prepare.TIME_BUDGET) - 1
+        self.count = int(used * steps / prepare.TIME_BUDGET) if used else -1
 
     def elapsed(self):
         counted = drill.startswith("kill") and self.started is not None
-        return max(self.count, 0) * prepare.TIME_BUDGET / steps if counted else super().elapsed()
+        return (self.count + 0.5) * prepare.TIME_BUDGET / steps if counted else super().elapsed()
 
 
 def limited(model, x, y):

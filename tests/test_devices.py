@@ -4,12 +4,10 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import machine
 import prepare
 import train
-from data import write_atomic
 
 REPO = Path(__file__).resolve().parent.parent
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
@@ -182,20 +179,6 @@ def test_unknown_peaks_are_measured():
 
 
 # ---------------------------------------------------------------------------- whole runs: ranks, memory
-
-
-@pytest.fixture(scope="module")
-def short(prepared, tmp_path_factory):
-    """A prepared cache with 70 validation rows only."""
-    root = tmp_path_factory.mktemp("short")
-    shutil.copytree(Path(prepared["AUTORESEARCH_CACHE"]), root, dirs_exist_ok=True)
-    cache = root / "tiny-embedded"
-    rows = np.fromfile(cache / "val_rows.bin", np.uint16).reshape(-1, 257)[:70]
-    write_atomic(cache / "val_rows.bin", rows.tobytes())
-    manifest = prepare.load_manifest(cache)
-    manifest["files"]["val_rows.bin"] = [rows.nbytes, prepare.file_hash(cache / "val_rows.bin")]
-    (cache / "manifest.json").write_text(json.dumps(manifest | {"data_id": prepare.data_id(manifest)}))
-    return prepared | {"AUTORESEARCH_CACHE": str(root), "OMP_NUM_THREADS": "1", "AUTORESEARCH_TIME_BUDGET": "300"}
 
 
 def train_on(env, folder, world, *args, **changes):

@@ -39,9 +39,9 @@ def runs(short, tmp_path_factory):
 
 def test_a_killed_run_goes_on_with_the_same_losses(runs):
     _, whole, killed, kept, resumed = runs
-    assert killed[0] == -9 and kept == ["00000005-0.pt", "00000010-0.pt"]
+    assert killed[0] == -9 and kept == ["00000006-0.pt", "00000011-0.pt"]
     assert resumed[0] == 0, resumed[2]
-    assert "step 10" in resumed[1] and min(resumed[3]) == 11 and max(resumed[3]) == STEPS
+    assert "step 11" in resumed[1] and min(resumed[3]) == 12 and max(resumed[3]) == STEPS
     assert len(resumed[3]) >= 50 and resumed[3] == {step: whole[3][step] for step in resumed[3]}  # every bit
     assert resumed[4]["val_bpb"] == whole[4]["val_bpb"]
     assert "resumed after" in resumed[4]["marks"] and "resumed" not in whole[4]["marks"]
