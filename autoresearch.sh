@@ -12,7 +12,7 @@
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
 
-FIXED="prepare.py data.py autoresearch.sh experiment.py pyproject.toml"
+FIXED="prepare.py data.py machine.py autoresearch.sh experiment.py pyproject.toml"
 SESSION=refs/autoresearch/session # a git ref: out of reach of edits, shared by all worktrees
 
 say() { printf 'autoresearch: %s\n' "$*" >&2; }

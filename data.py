@@ -23,7 +23,7 @@ from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cache
 from itertools import chain, islice
@@ -579,7 +579,7 @@ SHARD_TOKENS = 100_000_000  # a longer token shard goes on in a further file: wh
 
 def settings() -> dict:
     data = prepare.DATA if prepare.DATA in DATASETS else "path"  # the same text elsewhere is the same data
-    profile = asdict(prepare.PROFILES[prepare.PROFILE]) | {"time_budget": None}
+    profile = prepare.PROFILES[prepare.PROFILE]._asdict() | {"time_budget": None}
     return {"eval_version": prepare.EVAL_VERSION, "profile": profile, "data": data}
 
 

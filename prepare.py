@@ -19,7 +19,7 @@ import sys
 import time
 import types
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections import namedtuple
 from itertools import count, islice
 from pathlib import Path
 
@@ -39,15 +39,7 @@ class UserError(Exception):
 # ---------------------------------------------------------------------------- profiles: every fixed constant
 
 
-@dataclass(frozen=True)
-class Profile:
-    data: str
-    vocab_size: int
-    seq_len: int
-    eval_tokens: int
-    time_budget: int  # seconds
-
-
+Profile = namedtuple("Profile", "data vocab_size seq_len eval_tokens time_budget")  # the last in seconds
 PROFILES = {
     "full": Profile("climbmix", 8192, 2048, 40 * 524288, 300),  # CUDA with 16 GB or more
     "small": Profile("climbmix", 4096, 1024, 4 * 524288, 300),  # smaller CUDA cards, Apple's MPS
@@ -398,6 +390,8 @@ def timing() -> dict:
         marks.append("the clock of prepare.py was not used")
     elif trained > 1.1 * TIME_BUDGET + 5:
         marks.append(f"trained {trained:.0f} s of a budget of {TIME_BUDGET:.0f} s")
+    if _clock and _clock.paused:
+        marks.append("validation rows were previewed during training")
     if _steps["untimed"]:
         marks.append(f"{_steps['untimed']} optimizer steps outside the clock")
     if trained is not None and outside > OUTSIDE_ALLOWANCE:
@@ -490,8 +484,7 @@ def probe(model, rows: np.ndarray, vocab_size: int, batch_size: int, device) -> 
     but never more than rounding in the model's precision explains. README has the measured margins.
 
     Returns:
-        nats of every token in the first pass, float64 [n, T]; the change of a logit that was allowed; the noise between two
-        passes over the same tokens, 0 where it was not needed; the unit of rounding.
+        nats of the first pass, float64 [n, T]; the change allowed; the noise of a repeat, 0 if not needed; unit of rounding.
 
     Raises:
         VoidScore: a logit before the cut changed by more.
@@ -563,14 +556,13 @@ def preview_bpb(model, batch_size: int) -> float:
     synchronize()
     began, state, (rank, world) = time.perf_counter(), versions(model), ranks()
     rows, token_bytes = validation(load_manifest(CACHE))
-    rows = rows[::16]
     model.eval()
     with torch.no_grad():
-        nats = score_rows(model, rows[rank::world], token_bytes, batch_size, next(model.parameters()).device).sum().item()
+        nats = score_rows(model, rows[16 * rank :: 16 * world], token_bytes, batch_size, next(model.parameters()).device)
     model.train()
     if versions(model) != state:
         raise VoidScore("the model changed its parameters or buffers while it was scored")
-    bpb = sum_over_ranks(nats) / (math.log(2) * int(token_bytes[rows[:, 1:]].sum()))
+    bpb = sum_over_ranks(nats.sum().item()) / (math.log(2) * int(token_bytes[rows[::16, 1:]].sum()))
     _clock.started += time.perf_counter() - began
     _clock.paused += time.perf_counter() - began
     return bpb
@@ -601,13 +593,12 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
             try:
                 nats, noise = guarded_score(model, rows[rank::world], token_bytes, batch_size, device)
                 break
-            except (torch.OutOfMemoryError, RuntimeError) as e:
+            except RuntimeError as e:
                 if batch_size == 1 or not re.search("out of memory|can't allocate", str(e)):
                     raise
             batch_size //= 2
             print(f"evaluation: out of memory, trying batches of {batch_size}", file=sys.stderr)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # without CUDA this does nothing
     model.train(training)
     if noise:
         note = f"logits repeat only to {noise:.2g}: smaller leaks are not seen"

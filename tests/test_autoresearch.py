@@ -57,7 +57,7 @@ def git(folder, *args):
 @pytest.fixture
 def repo(tmp_path):
     """A repository of its own, as a user's clone."""
-    for name in ("prepare.py", "data.py", "autoresearch.sh", "pyproject.toml", ".gitignore"):
+    for name in ("prepare.py", "data.py", "machine.py", "autoresearch.sh", "pyproject.toml", ".gitignore"):
         shutil.copy(REPO / name, tmp_path)
     (tmp_path / "train.py").write_text(HONEST)
     git(tmp_path, "init", "-q")

@@ -52,7 +52,7 @@ class Cycle:
         root.mkdir(parents=True)
         for name in ("autoresearch.sh", "experiment.py", "pyproject.toml", ".gitignore"):
             shutil.copy(ROOT / name, root / name)
-        for name in ("prepare.py", "data.py"):
+        for name in ("prepare.py", "data.py", "machine.py"):
             (root / name).write_text("")
         (root / "README.md").write_text("about\n")
         self.git("init", "-q", "-b", "autoresearch/test", str(top or root))
@@ -854,7 +854,7 @@ def test_nothing_runs_at_import_and_only_the_standard_library_is_needed():
 @pytest.mark.slow
 def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, request):
     cycle = Cycle(tmp_path / "repo")
-    for name in ("prepare.py", "data.py", "train.py"):
+    for name in ("prepare.py", "data.py", "machine.py", "train.py"):
         shutil.copy(ROOT / name, cycle.root / name)
     cycle.git("commit", "-qam", "the real ones")
     cycle.git("update-ref", experiment.SESSION, "HEAD")

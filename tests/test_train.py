@@ -52,7 +52,9 @@ def small_model(seed=0, dtype=torch.float32, attend=machine.sdpa_attention, **ch
     return model.init_weights("cpu")
 
 
-def test_windows_and_value_embeddings_follow_the_layer():
+def test_windows_and_value_embeddings_follow_the_layer(monkeypatch):
+    monkeypatch.setattr(train, "VALUE_EVERY", 2)
+    monkeypatch.setattr(train, "SHORT_WINDOW", 2)
     config = small_model(n_layer=6, window_pattern="SL").config
     assert [config.window(i) for i in range(6)] == [12, 24, 12, 24, 12, 24]
     assert [small_model(n_layer=5, window_pattern="S").config.window(i) for i in (3, 4)] == [12, 24]  # the last is full
@@ -83,6 +85,32 @@ def test_model_predicts_uniformly_at_first_and_sees_only_the_past():
     x[:, 10] = (x[:, 10] + 1) % 61
     changed = (model(x) - before).abs().amax((0, 2))
     assert (changed[:10] == 0).all() and (changed[10:] > 0).all()
+
+
+def test_shift_equals_brute_force():
+    shift = small_model().blocks[0].shift
+    torch.nn.init.normal_(shift.taps)
+    x = torch.randn(2, 9, 64)
+    want = torch.zeros_like(x)
+    for t in range(9):
+        want[:, t] = x[:, t] + sum(shift.taps[i] * x[:, t - 1 - i] for i in range(train.TAPS) if t - 1 - i >= 0)
+    torch.testing.assert_close(shift(x), want)
+
+
+def test_a_pair_has_one_row_and_the_table_is_used():
+    model = small_model()
+    seen = []
+    model.bigrams.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0]))
+    x = torch.randint(61, (40, 24))
+    model(x)
+    rows = {}
+    for row, tokens in zip(seen[0].tolist(), x.tolist(), strict=True):
+        for i, at in enumerate(row):
+            rows.setdefault((tokens[i - 1] if i else 0, tokens[i]), set()).add(at)
+    assert all(len(places) == 1 for places in rows.values())
+    used = len(set().union(*rows.values()))
+    n = model.bigrams.num_embeddings
+    assert used > 0.8 * n * (1 - math.exp(-len(rows) / n))  # about as many as if drawn at random
 
 
 def test_value_embedding_gate_is_neutral_at_first():
@@ -163,15 +191,15 @@ def test_adamw_equals_torch():
     mine = [torch.randn(5, 3), torch.randn(7)]
     theirs = [p.clone().requires_grad_() for p in mine]
     groups = [{"params": [p], "lr": lr} for p, lr in zip(theirs, (0.1, 0.02), strict=True)]
-    reference = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    reference = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.03)
     firsts, seconds = ([torch.zeros_like(p) for p in mine] for _ in range(2))
     for t in range(1, 6):
         grads = [torch.randn_like(p) for p in mine]
         for p, g in zip(theirs, grads, strict=True):
             p.grad = g.clone()
         reference.step()
-        rates = [torch.tensor(0.1), torch.tensor(0.02)]
-        train.adamw_update(mine, grads, firsts, seconds, rates, torch.tensor(float(t)), 0.8, 0.95)
+        rates, decays = [torch.tensor(0.1), torch.tensor(0.02)], [torch.tensor(0.03)] * 2
+        train.adamw_update(mine, grads, firsts, seconds, rates, decays, torch.tensor(float(t)), 0.8, 0.95)
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q.detach())
 
@@ -220,7 +248,7 @@ def test_schedules(monkeypatch):
     train.set_schedules(optimizer, 0.8, 150)
     muon = optimizer.param_groups[-1]
     assert muon["lr"] == pytest.approx(0.6 * train.MATRIX_LR)
-    assert muon["momentum"] == pytest.approx(0.90)
+    assert muon["momentum"] == pytest.approx(0.925)
     assert muon["weight_decay"] == pytest.approx(0.2 * train.WEIGHT_DECAY)
 
 
