@@ -248,7 +248,7 @@ def test_schedules(monkeypatch):
     train.set_schedules(optimizer, 0.8, 150)
     muon = optimizer.param_groups[-1]
     assert muon["lr"] == pytest.approx(0.6 * train.MATRIX_LR)
-    assert muon["momentum"] == pytest.approx(0.925)
+    assert muon["momentum"] == pytest.approx(0.895)
     assert muon["weight_decay"] == pytest.approx(0.2 * train.WEIGHT_DECAY)
 
 
