@@ -187,6 +187,7 @@ class GPT(nn.Module):
         self.bigrams = nn.Embedding(BIGRAM_RATIO * config.vocab_size, config.n_embd)  # rows are hashes of token pairs
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(config.n_layer))
         self.lm_head = Head(config.n_embd, config.vocab_size, bias=False)
+        self.backout = nn.Parameter(torch.empty(()))
         half = config.n_embd // config.n_head // 2
         self.register_buffer("cos", torch.empty(config.seq_len, 1, half), persistent=False)
         self.register_buffer("sin", torch.empty(config.seq_len, 1, half), persistent=False)
@@ -199,6 +200,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.wte.weight)
         nn.init.zeros_(self.bigrams.weight)
         nn.init.normal_(self.lm_head.weight, std=0.001)
+        nn.init.constant_(self.backout, 0.1)
         for i, block in enumerate(self.blocks):
             a, depth = block.attention, i / max(1, len(self.blocks) - 1)
             for part in (a.q, a.k, a.v, block.mlp.fc, *([a.values] if a.values else [])):
@@ -224,10 +226,12 @@ class GPT(nn.Module):
         x = x0.clone()  # the same tensor twice would be compiled as another kind of block
         pairs = (F.pad(idx, (1, 0))[:, :-1] * 36313 ^ idx * 27191) % self.bigrams.num_embeddings
         bigram = self.bigrams(pairs).to(dtype)
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
+            if i == len(self.blocks) // 2:
+                middle = x
             args = (x, x0, bigram, idx, cos, sin)
             x = checkpoint(block, *args, use_reentrant=False) if self.checkpointing and self.training else block(*args)
-        return x
+        return x - self.backout * middle  # what only the blocks needed is taken out again (modded-nanogpt, record 40)
 
     def forward(self, idx):
         with torch.set_grad_enabled(not self.checkpointing):  # the evaluator, too, finds the blocks compiled, as for training
@@ -399,7 +403,7 @@ def build_optimizer(model: GPT, dtype: torch.dtype, compile: bool) -> MuonAdamW:
         {"params": [*values.parameters()], "lr": EMBEDDING_LR * scale, "weight_decay": VALUE_WD},
         {"params": [model.lm_head.weight], "lr": UNEMBEDDING_LR * scale, "weight_decay": UNEMBEDDING_WD},
         {"params": [b.shift.taps for b in model.blocks], "lr": SCALAR_LR * 0.1},
-        {"params": [b.resid_scale for b in model.blocks], "lr": SCALAR_LR * 0.01},
+        {"params": [model.backout, *(b.resid_scale for b in model.blocks)], "lr": SCALAR_LR * 0.01},
         {"params": [s for b in model.blocks for s in (b.x0_scale, b.bigram_scale)], "lr": SCALAR_LR},
     ]
     groups = [group | {"kind": "adamw"} for group in groups]
