@@ -44,7 +44,7 @@ TIERS = {
 }[PROFILE]
 MEMORY_GB = torch.cuda.get_device_properties(get_device()).total_memory / 1e9 if torch.cuda.is_available() else 8  # MPS
 DEPTH, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE = next(TIERS[gb] for gb in TIERS if 0.9 * gb <= MEMORY_GB)  # a "24 GB" card shows less
-ASPECT_RATIO, HEAD_DIM = {"full": (57, 128), "small": (64, 64), "tiny": (48, 64)}[PROFILE]  # width per layer, channels per head
+ASPECT_RATIO, HEAD_DIM = {"full": (57, 128), "small": (64, 64), "tiny": (32, 64)}[PROFILE]  # width per layer, channels per head
 KV_GROUP = 1  # query heads that share one key/value head
 VALUE_EVERY = 1 if PROFILE == "tiny" else 2  # every how many layers has a value embedding (all alike compile sooner)
 # A layer's attention: S the context divided by SHORT_WINDOW, L all of it; repeated; the last layer is always L.
