@@ -579,7 +579,8 @@ def main() -> None:
     gc.freeze()  # a collection in the middle of a run costs half a second
     gc.disable()
 
-    step, smooth, elapsed, folder = 0, 0.0, 0.0, machine.CHECKPOINTS / time.strftime("%Y%m%d-%H%M%S")
+    began = time.localtime(prepare.sum_over_ranks(time.time() if rank == 0 else 0.0))  # one folder for all ranks
+    step, smooth, elapsed, folder = 0, 0.0, 0.0, machine.CHECKPOINTS / time.strftime("%Y%m%d-%H%M%S", began)
     like = {"data": data_id, "seed": SEED, "budget": TIME_BUDGET, "batch": TOTAL_BATCH_SIZE, "ranks": world, "model": str(config)}
 
     def save():

@@ -13,11 +13,12 @@ pytestmark = pytest.mark.slow
 STEPS, KILLED = 70, 13
 
 
-def train_in(folder, env, *args):
+def train_in(folder, env, *args, world=1):
     """(exit code, stdout, stderr, {step: loss}, record) of tests/ranks.py in that folder."""
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     run_dir.mkdir()
-    command = [sys.executable, str(REPO / "tests/ranks.py"), *map(str, args)]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
+    command = [sys.executable, *launch, str(REPO / "tests/ranks.py"), *map(str, args)]
     done = subprocess.run(command, env=env | {"AUTORESEARCH_RUN_DIR": str(run_dir)}, cwd=folder, capture_output=True, text=True)
     lines = lambda name: (run_dir / name).read_text().splitlines() if (run_dir / name).exists() else []  # noqa: E731
     losses = {line["step"]: line["loss"] for line in map(json.loads, lines("steps.jsonl"))}
@@ -79,3 +80,17 @@ def test_a_checkpoint_of_another_run_is_refused(runs, short):
 def test_no_checkpoint_is_an_error_with_a_hint(short, tmp_path):
     code, _, err, *_ = train_in(tmp_path, short, STEPS, "kill:none", "--resume")
     assert code != 0 and "no checkpoint in" in err and "hint: 'train.py --save'" in err
+
+
+def test_two_ranks_save_and_resume_together(short, tmp_path):
+    code, _, err, _, record = train_in(tmp_path, short, 14, "kill:none", "--save", world=2)
+    assert code == 0, err
+    kept = sorted(path.name for path in tmp_path.glob("checkpoints/*/*"))
+    assert len(list(tmp_path.glob("checkpoints/*"))) == 1
+    assert kept == [f"{step}-{rank}.pt" for step in ("00000011", "00000014") for rank in (0, 1)]
+    code, out, err, _, again = train_in(tmp_path, short, 14, "kill:none", "--resume", world=2)
+    assert code == 0 and "step 14" in out, err
+    assert again["val_bpb"] == record["val_bpb"]
+    next(tmp_path.glob("checkpoints/*/00000014-1.pt")).unlink()  # killed between the two: the one before is whole
+    code, out, err, *_ = train_in(tmp_path, short, 14, "kill:none", "--resume", world=2)
+    assert code == 0 and "step 11" in out, err
