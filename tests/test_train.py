@@ -277,7 +277,7 @@ def test_warmup_leaves_no_trace(monkeypatch):
     [
         ({"TOTAL_BATCH_SIZE": 5000}, r"5000 .* 16 rows x 256 tokens x 1 ranks = 4096.*4096 or 8192"),
         ({"TOTAL_BATCH_SIZE": 100}, r"hint: TOTAL_BATCH_SIZE = 256,"),
-        ({"KV_GROUP": 3}, r"2 heads .*one of \[1, 2\]"),
+        ({"KV_GROUP": 2}, r"3 heads .*one of \[1, 3\]"),
         ({"WINDOW_PATTERN": "SSX"}, "only S and L"),
         ({"HEAD_DIM": 33}, "HEAD_DIM=33"),
         ({"DEPTH": 0}, "DEPTH=0"),
