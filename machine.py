@@ -192,7 +192,10 @@ def save_checkpoint(folder: Path, step: int, state: dict) -> None:
     rank = prepare.ranks()[0]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step:08d}-{rank}.pt"
-    torch.save(state, path.with_suffix(".part"))
+    with open(path.with_suffix(".part"), "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())  # or a power cut could leave a whole name on half a file
     os.replace(path.with_suffix(".part"), path)
     for old in sorted(folder.glob(f"*-{rank}.pt"))[:-2]:
         old.unlink()

@@ -1,4 +1,4 @@
-"""Constants, tokenizer, loader, clock, evaluation: what decides the number. An agent never edits this file or data.py.
+"""Constants, tokenizer, loader, clock, evaluation: what decides the number. An agent never edits it.
 
     uv run prepare.py [--help]    prepare the data of this machine's profile, look at them, check the evaluator (in data.py)
 
