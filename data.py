@@ -23,7 +23,7 @@ from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from functools import cache
 from itertools import chain, islice
@@ -470,7 +470,7 @@ def open_source(num_shards: int) -> Source:
         return climbmix_source(num_shards)
     if prepare.DATA in DATASETS:
         return tinystories_source() if prepare.DATA == "tinystories" else embedded_source()
-    return path_source(Path(prepare.setting("DATA", "")).expanduser().resolve())
+    return path_source(prepare.settings().data_path)
 
 
 # ---------------------------------------------------------------------------- learning the tokenizer
@@ -579,7 +579,7 @@ SHARD_TOKENS = 100_000_000  # a longer token shard goes on in a further file: wh
 
 def settings() -> dict:
     data = prepare.DATA if prepare.DATA in DATASETS else "path"  # the same text elsewhere is the same data
-    profile = prepare.PROFILES[prepare.PROFILE]._asdict() | {"time_budget": None}
+    profile = asdict(prepare.PROFILES[prepare.PROFILE]) | {"time_budget": None}
     return {"eval_version": prepare.EVAL_VERSION, "profile": profile, "data": data}
 
 
@@ -862,8 +862,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.data:
         os.environ["AUTORESEARCH_DATA"] = args.data
-        prepare.DATA = prepare.data_name(args.data)
-        prepare.CACHE = prepare.ROOT / f"{prepare.PROFILE}-{prepare.DATA}"
+        prepare.settings.cache_clear()
     if args.check:
         return 0 if known_answers() else 1
     if args.stats:

@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 a check failed, 2 refused with a reason, 130 interrupted (
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ import sys
 import time
 import types
 from bisect import bisect_left, insort
-from collections import namedtuple
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 
@@ -29,87 +30,146 @@ import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from harness.common import UserError, file_hash
+from harness.settings import read_setting
+
 STARTED = time.perf_counter()
-
-
-class UserError(Exception):
-    """Something a person can mend: the message says what is wrong and what to do."""
 
 
 # ---------------------------------------------------------------------------- profiles: every fixed constant
 
 
-Profile = namedtuple("Profile", "data vocab_size seq_len eval_tokens time_budget")  # the last in seconds
+@dataclass(frozen=True)
+class Profile:
+    """What decides the number on one class of machine."""
+
+    data: str  # one of DATASETS
+    vocab_size: int
+    seq_len: int  # context, tokens
+    eval_tokens: int  # validation tokens that are scored
+    time_budget: float  # seconds of training
+
+
 PROFILES = {
-    "full": Profile("climbmix", 8192, 2048, 40 * 524288, 300),  # CUDA with 16 GB or more
-    "small": Profile("climbmix", 4096, 1024, 4 * 524288, 300),  # smaller CUDA cards, Apple's MPS
-    "tiny": Profile("embedded", 2048, 256, 524288, 300),  # CPU
+    "full": Profile("climbmix", 8192, 2048, 40 * 524288, 300.0),  # CUDA with 16 GB or more
+    "small": Profile("climbmix", 4096, 1024, 4 * 524288, 300.0),  # smaller CUDA cards, Apple's MPS
+    "tiny": Profile("embedded", 2048, 256, 524288, 300.0),  # CPU
 }
 DATASETS = ("climbmix", "tinystories", "embedded")
+DEFAULT_SEED = 1337
+DEFAULT_ROOT = "~/.cache/autoresearch"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that is set from outside, resolved once: the profile's constants and the environment."""
+
+    profile: str
+    data: str  # what the cache calls the data, see data_name
+    data_path: Path | None  # the user's own text; None for one of DATASETS
+    vocab_size: int
+    seq_len: int  # context, tokens
+    eval_tokens: int  # validation tokens that are scored
+    time_budget: float  # seconds of training
+    seed: int
+    root: Path  # folder of all caches
+
+    @property
+    def cache(self) -> Path:
+        """The folder with this data's tokenizer, token shards, validation rows and manifest."""
+        return self.root / f"{self.profile}-{self.data}"
 
 
 def get_device() -> torch.device:
-    """The device that this process trains on (one GPU a process under torchrun)."""
+    """The device that this process trains on (one GPU per process under torchrun)."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def detect_profile() -> str:
+    """The name of the profile for this machine."""
     kind = get_device().type
     if kind == "cuda":
-        return "full" if torch.cuda.get_device_properties(0).total_memory >= 15e9 else "small"  # "16 GB" cards show less
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return "full" if memory >= 15e9 else "small"  # a "16 GB" card reports less than 16e9 bytes
     return "small" if kind == "mps" else "tiny"
 
 
-def setting(name: str, default, allowed=None):
-    """The environment's AUTORESEARCH_<name>, checked, as the type of the default."""
-    text = os.environ.get(f"AUTORESEARCH_{name}") or default
-    try:
-        value = type(default)(text)
-    except ValueError:
-        raise UserError(f"AUTORESEARCH_{name}={text!r} is not a number") from None
-    if allowed and value not in allowed:
-        raise UserError(f"AUTORESEARCH_{name}={text!r} is unknown. hint: one of {', '.join(allowed)}")
-    return value
-
-
 def data_name(data: str) -> str:
-    """What the cache calls the data: one of DATASETS, or the end of a path and a few digits of the hash of all of it."""
-    path = Path(data).expanduser().resolve()
+    """What the cache calls the data: a name of DATASETS, or the end of a path and a hash of it.
+
+    Raises:
+        UserError: neither a data set nor an existing path.
+    """
     if data in DATASETS:
         return data
+    path = Path(data).expanduser().resolve()
     if os.sep not in data and not path.exists():
-        raise UserError(f"data {data!r} are unknown. hint: {', '.join(DATASETS)}, or the path of a folder or file of text")
-    return f"{re.sub(r'[^A-Za-z0-9.]+', '-', path.name)[-30:]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
+        raise UserError(
+            f"unknown data set {data!r}. hint: {', '.join(DATASETS)}, "
+            "or the path of a folder or file of text"
+        )
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9.]+', '-', path.name)[-30:]}-{digest}"
 
 
-try:
-    PROFILE = setting("PROFILE", "", PROFILES) if os.environ.get("AUTORESEARCH_PROFILE") else detect_profile()
-    _profile = PROFILES[PROFILE]
-    DATA = data_name(setting("DATA", _profile.data))
-    VOCAB_SIZE = _profile.vocab_size
-    MAX_SEQ_LEN = _profile.seq_len  # context, tokens
-    EVAL_TOKENS = _profile.eval_tokens
-    TIME_BUDGET = setting("TIME_BUDGET", float(_profile.time_budget))  # seconds of training
-    SEED = setting("SEED", 1337)
-    ROOT = Path(setting("CACHE", "~/.cache/autoresearch")).expanduser()
-    CACHE = ROOT / f"{PROFILE}-{DATA}"
-except UserError as error:
-    print(f"prepare.py: {error}", file=sys.stderr)
-    sys.exit(2)
+def make_settings(data: str | None = None) -> Settings:
+    """The settings of this process; data overrides AUTORESEARCH_DATA.
+
+    Raises:
+        UserError: a variable of the environment has no valid value.
+    """
+    name = read_setting("PROFILE") or detect_profile()
+    if name not in PROFILES:
+        known = ", ".join(PROFILES)
+        raise UserError(f"AUTORESEARCH_PROFILE={name!r} is unknown. hint: one of {known}")
+    profile = PROFILES[name]
+    data = data or read_setting("DATA") or profile.data
+    time_budget, seed = read_setting("TIME_BUDGET"), read_setting("SEED")
+    return Settings(
+        profile=name,
+        data=data_name(data),
+        data_path=None if data in DATASETS else Path(data).expanduser().resolve(),
+        vocab_size=profile.vocab_size,
+        seq_len=profile.seq_len,
+        eval_tokens=profile.eval_tokens,
+        time_budget=profile.time_budget if time_budget is None else time_budget,
+        seed=DEFAULT_SEED if seed is None else seed,
+        root=Path(read_setting("CACHE") or DEFAULT_ROOT).expanduser(),
+    )
+
+
+@functools.cache
+def settings() -> Settings:
+    """make_settings(), resolved on first use and the same from then on."""
+    return make_settings()
+
+
+CONSTANTS = {  # names of this module that come from settings(), as in karpathy/autoresearch
+    "PROFILE": "profile",
+    "DATA": "data",
+    "VOCAB_SIZE": "vocab_size",
+    "MAX_SEQ_LEN": "seq_len",
+    "EVAL_TOKENS": "eval_tokens",
+    "TIME_BUDGET": "time_budget",
+    "SEED": "seed",
+    "ROOT": "root",
+    "CACHE": "cache",
+}
+
+
+def __getattr__(name: str):
+    """The constants, read from settings() when they are first used (PEP 562)."""
+    if name in CONSTANTS:
+        return getattr(settings(), CONSTANTS[name])
+    raise AttributeError(f"module 'prepare' has no attribute {name!r}")
+
+
 EVAL_VERSION = 1  # raise it whenever the same model could get another score
 
 
 # ---------------------------------------------------------------------------- files and manifest
-
-
-def file_hash(path: Path) -> str:
-    h = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            h.update(chunk)
-    return h.hexdigest()
 
 
 def read_manifest(cache: Path) -> dict:
@@ -165,7 +225,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path | None = None) -> "Tokenizer":
-        folder = Path(directory or CACHE)
+        folder = Path(directory or settings().cache)
         return cls.load(checked(folder, load_manifest(folder), "tokenizer.json"))
 
     @classmethod
@@ -248,17 +308,17 @@ def make_dataloader(tokenizer: Tokenizer, B: int, T: int, split: str, buffer_siz
     if split != "train":
         raise UserError(f"make_dataloader reads split 'train', not {split!r}. hint: evaluate_bpb scores the validation rows")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    manifest, device, bos, taken = load_manifest(CACHE), get_device(), tokenizer.get_bos_token_id(), 0
-    shards = [np.memmap(checked(CACHE, manifest, name), np.uint16, mode="r") for name in manifest["train"]]
+    manifest, device, bos, taken = load_manifest(settings().cache), get_device(), tokenizer.get_bos_token_id(), 0
+    shards = [np.memmap(checked(settings().cache, manifest, name), np.uint16, mode="r") for name in manifest["train"]]
     n_documents = manifest["total"]["documents"]
     if not n_documents:
-        raise UserError(f"there are no training documents in {CACHE}. hint: 'python prepare.py' with more text")
+        raise UserError(f"there are no training documents in {settings().cache}. hint: 'python prepare.py' with more text")
     buffer_size = min(buffer_size, n_documents)  # reads ahead an epoch at most
 
     def documents():
         nonlocal taken
         for epoch in count(1):
-            order = np.random.default_rng([SEED, epoch])
+            order = np.random.default_rng([settings().seed, epoch])
             for shard in shards:
                 for document in documents_of(shard, bos, order):
                     taken += 1
@@ -359,12 +419,12 @@ class Clock:
 
     def progress(self) -> float:
         """Share of the time budget that is used, 0 to 1; with several ranks, as of the last done()."""
-        return min((self.elapsed() if ranks()[1] == 1 else self.agreed) / TIME_BUDGET, 1.0)
+        return min((self.elapsed() if ranks()[1] == 1 else self.agreed) / settings().time_budget, 1.0)
 
     def done(self) -> bool:
         """Whether the budget is used up: rank 0 decides, so that all ranks stop at the same step."""
         self.agreed = sum_over_ranks(self.elapsed() if ranks()[0] == 0 else 0.0)
-        return self.agreed >= TIME_BUDGET
+        return self.agreed >= settings().time_budget
 
     def stop(self) -> None:
         if self.training_seconds is None:
@@ -388,8 +448,8 @@ def timing() -> dict:
     marks = [f"resumed after {_clock.resumed:.0f} s"] if _clock and _clock.resumed else []
     if trained is None:
         marks.append("the clock of prepare.py was not used")
-    elif trained > 1.1 * TIME_BUDGET + 5:
-        marks.append(f"trained {trained:.0f} s of a budget of {TIME_BUDGET:.0f} s")
+    elif trained > 1.1 * settings().time_budget + 5:
+        marks.append(f"trained {trained:.0f} s of a budget of {settings().time_budget:.0f} s")
     if _clock and _clock.paused:
         marks.append("validation rows were previewed during training")
     if _steps["untimed"]:
@@ -547,15 +607,15 @@ def check_unpatched() -> None:
 
 def validation(manifest: dict) -> tuple[np.ndarray, np.ndarray]:
     """The validation rows, uint16 [n, T+1], and the byte length of every token."""
-    path = checked(CACHE, manifest, "val_rows.bin")
-    return np.fromfile(path, np.uint16).reshape(-1, MAX_SEQ_LEN + 1), Tokenizer.from_directory(CACHE).token_bytes
+    path = checked(settings().cache, manifest, "val_rows.bin")
+    return np.fromfile(path, np.uint16).reshape(-1, settings().seq_len + 1), Tokenizer.from_directory(settings().cache).token_bytes
 
 
 def preview_bpb(model, batch_size: int) -> float:
     """Bits per byte on every 16th validation row, for the curve of a long run: the clock stands still, nothing is recorded."""
     synchronize()
     began, state, (rank, world) = time.perf_counter(), versions(model), ranks()
-    rows, token_bytes = validation(load_manifest(CACHE))
+    rows, token_bytes = validation(load_manifest(settings().cache))
     model.eval()
     with torch.no_grad():
         nats = score_rows(model, rows[16 * rank :: 16 * world], token_bytes, batch_size, next(model.parameters()).device)
@@ -583,7 +643,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
         _clock.stop()
     spent, began = timing(), time.perf_counter()
     check_unpatched()
-    manifest = load_manifest(CACHE)
+    manifest = load_manifest(settings().cache)
     rows, token_bytes = validation(manifest)
     training, device = model.training, next(model.parameters()).device
     rank, world = ranks()
@@ -613,11 +673,11 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
         "tokens": int((token_bytes[targets] > 0).sum()),
         "bytes": n_bytes,
         "data_id": data_id(manifest),
-        "seed": SEED,
-        "profile": PROFILE,
+        "seed": settings().seed,
+        "profile": settings().profile,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seconds": round(time.perf_counter() - began, 2),
-        "budget": TIME_BUDGET,
+        "budget": settings().time_budget,
         **spent,
     }
     if rank == 0 and (folder := os.environ.get("AUTORESEARCH_RUN_DIR")):
@@ -642,7 +702,8 @@ def guarded_score(model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: 
     return nats, noise
 
 
-if __name__ == "__main__":  # the command line of data.py, on a second copy of this module
+if __name__ == "__main__":
+    sys.modules["prepare"] = sys.modules["__main__"]  # data.py imports this module, not a second copy
     import data
 
     data.leave(data.run())

@@ -59,6 +59,7 @@ def repo(tmp_path):
     """A repository of its own, as a user's clone."""
     for name in ("prepare.py", "data.py", "machine.py", "autoresearch.sh", "pyproject.toml", ".gitignore"):
         shutil.copy(REPO / name, tmp_path)
+    shutil.copytree(REPO / "harness", tmp_path / "harness")
     (tmp_path / "train.py").write_text(HONEST)
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")

@@ -856,6 +856,8 @@ def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, request):
     cycle = Cycle(tmp_path / "repo")
     for name in ("prepare.py", "data.py", "machine.py", "train.py"):
         shutil.copy(ROOT / name, cycle.root / name)
+    shutil.copytree(ROOT / "harness", cycle.root / "harness")
+    cycle.git("add", "-A")
     cycle.git("commit", "-qam", "the real ones")
     cycle.git("update-ref", experiment.SESSION, "HEAD")
     cache = request.getfixturevalue("prepared")["AUTORESEARCH_CACHE"]
