@@ -1,1 +1,1 @@
-"""The fixed machinery around train.py and prepare.py. `python -m harness --help` lists the commands."""
+"""The fixed machinery around train.py and prepare.py; `python -m harness --help` lists it."""

@@ -3,6 +3,8 @@
 import hashlib
 from pathlib import Path
 
+SESSION = "refs/autoresearch/session"  # a git ref: out of reach of edits
+
 # A folder stands for every file in it that git tracks or would track.
 FIXED = ("prepare.py", "autoresearch.sh", "pyproject.toml", "harness")
 
@@ -18,7 +20,7 @@ def fixed_files(root: Path) -> list[str]:
 
 
 def fixed_hash(root: Path) -> str:
-    """12 hex digits of the names and contents of all fixed files: part of what makes scores comparable."""
+    """12 hex digits of the names and contents of all fixed files: equal where scores compare."""
     digest = hashlib.sha256()
     for name in fixed_files(root):
         content = hashlib.sha256((root / name).read_bytes()).hexdigest()
