@@ -597,6 +597,7 @@ def check_unpatched() -> None:
             if isinstance(found, type):
                 compare(vars(found), inner, f"{path}{inner.co_name}.")
                 continue
+            found = getattr(found, "fget", found)  # a property
             found = getattr(found, "__func__", found)
             found = getattr(found, "__wrapped__", found)
             if not isinstance(found, types.FunctionType) or not _same_code(found.__code__, inner):
