@@ -35,19 +35,28 @@ def clean_git_environment(environment: Mapping[str, str] = os.environ) -> dict[s
     }
 
 
-def git(*args: str, root: Path, text: str | None = None, hooks: bool = False) -> str:
+def git(
+    *args: str,
+    root: Path,
+    text: str | None = None,
+    hooks: bool = False,
+    index: Path | None = None,
+) -> str:
     """What git prints, without the last line end. `text` is its standard input.
 
-    The user's hooks run only where `hooks` says so.
+    The user's hooks run only where `hooks` says so. `index` is used instead of the checkout's own.
 
     Raises:
         GitError: git ended with an error, or is not installed.
     """
     command = ["git", *([] if hooks else ["-c", "core.hooksPath=/dev/null"]), *args]
+    environment = clean_git_environment()
+    if index is not None:
+        environment["GIT_INDEX_FILE"] = str(index)
     pipes = {"capture_output": True, "encoding": "utf-8", "errors": "surrogateescape"}
     try:
         done = subprocess.run(
-            command, cwd=root, input=text or "", env=clean_git_environment(), check=False, **pipes
+            command, cwd=root, input=text or "", env=environment, check=False, **pipes
         )
     except FileNotFoundError:
         raise GitError("git is not installed. hint: install it", 127) from None

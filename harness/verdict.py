@@ -46,7 +46,7 @@ def noise_floor(scores: Sequence[float]) -> tuple[float, str]:
     n = len(scores)
     if n < 2:
         return FLOOR_GUESS, "a guess: 'noise' measures it"
-    c4 = math.sqrt(2 / (n - 1)) * math.gamma(n / 2) / math.gamma((n - 1) / 2)
+    c4 = math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
     return 2 * statistics.stdev(scores) / c4, f"measured, n={n}"
 
 

@@ -1,0 +1,61 @@
+"""All scores of a session, each under the code that it is of: .autoresearch/scores.jsonl.
+
+The log has one row for each idea. Repeats of the incumbent and of a doubtful candidate are scores
+of the same train.py, and count for it as much as the first run does.
+"""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from harness.log import comparison_key, number, strict_json
+
+
+def read_scores(path: Path, rows: list[dict], key: tuple) -> list[dict]:
+    """All scores that can be compared under this key, from the file and from the log's rows.
+
+    Each has id, code (object id of train.py), commit, kind, score, seed and steps. A run that is in
+    both counts once.
+    """
+    found = {}
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError):
+            entry = strict_json(line)
+            if tuple(entry["key"]) == key and number(entry["score"]) > 0:
+                found[entry["id"]] = entry
+    for row in rows:
+        judged = row["status"] in ("keep", "discard") and row["reason"] != "marked"
+        if judged and row["metric"] > 0 and row.get("code") and comparison_key(row) == key:
+            found.setdefault(row["id"], score_of_row(row))
+    return list(found.values())
+
+
+def score_of_row(row: dict) -> dict:
+    """The entry that a row of the log stands for."""
+    return {
+        "id": row["id"],
+        "code": row["code"],
+        "commit": row["commit_id"],
+        "kind": "run",
+        "score": row["metric"],
+        "seed": row.get("seed"),
+        "steps": row["metrics"].get("num_steps"),
+    }
+
+
+def scores_of(entries: list[dict], code: str) -> list[float]:
+    """The scores of one train.py, in the order in which they were measured."""
+    return [entry["score"] for entry in entries if entry["code"] == code]
+
+
+def append_score(path: Path, entry: dict) -> None:
+    """Add one score and flush it to the disk. The caller holds the lock."""
+    with open(path, "ab+") as file:
+        file.seek(0)
+        torn = file.read()[-1:] not in (b"", b"\n")
+        line = json.dumps(entry, allow_nan=False) + "\n"
+        file.write(("\n" if torn else "").encode() + line.encode())
+        file.flush()
+        os.fsync(file.fileno())
