@@ -40,8 +40,8 @@ def noise_floor(scores: Sequence[float]) -> tuple[float, str]:
     """(floor, its source) from repeated runs of one train.py on different seeds.
 
     The floor is twice the standard deviation of one run. A sample's s is low on average, by
-    c4(n) = sqrt(2 / (n-1)) * gamma(n/2) / gamma((n-1)/2) for normal scores (NIST/SEMATECH e-Handbook
-    of Statistical Methods, 6.3.2), 11% at n = 3: the floor is 2 * s / c4(n).
+    c4(n) = sqrt(2 / (n-1)) * gamma(n/2) / gamma((n-1)/2) for normal scores (NIST/SEMATECH
+    e-Handbook of Statistical Methods, 6.3.2), 11% at n = 3: the floor is 2 * s / c4(n).
     """
     n = len(scores)
     if n < 2:
@@ -57,7 +57,7 @@ def judge(
     lines: tuple[int, int] = (0, 0),
     simpler: bool = False,
 ) -> tuple[str, str]:
-    """(status, reason) by rule. `lines` is (added, removed); a gain of exactly the floor is none."""
+    """(status, reason). `lines` is (added, removed); a gain of exactly the floor is none."""
     gain = round(reference - score, 9)  # 1 - 0.998 is a little more than 0.002 in floating point
     if gain > floor:
         return "keep", "better"

@@ -16,7 +16,7 @@ def test_a_gain_must_exceed_the_floor():
 
 
 def test_best_is_the_lowest_kept_score():
-    rows = [row(1.0, "keep"), row(0.5, "discard"), row(0.9, "keep"), row(0.95, "keep"), row(0, "keep")]
+    rows = [row(1.0, "keep"), row(0.5), row(0.9, "keep"), row(0.95, "keep"), row(0, "keep")]
     assert verdict.best(rows)["metric"] == 0.9
     assert len(verdict.kept(rows)) == 3
     assert verdict.best([]) is None
