@@ -7,12 +7,18 @@ import contextlib
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 
 class UserError(Exception):
     """An error the user can fix: the message says what is wrong and, after "hint:", what to do."""
+
+
+def say(text: str) -> None:
+    """A message for the user, on stderr: stdout belongs to the METRIC lines."""
+    print(f"autoresearch: {text}", file=sys.stderr, flush=True)
 
 
 def ceil_div(a: int, b: int) -> int:

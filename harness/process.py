@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -178,8 +177,3 @@ def raise_on_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
-
-
-def say(text: str) -> None:
-    """A message for the user, on stderr: stdout belongs to the METRIC lines."""
-    print(f"autoresearch: {text}", file=sys.stderr, flush=True)

@@ -3,14 +3,28 @@
 Defaults are not here: those that decide the number stand in prepare.py.
 """
 
+import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from harness.common import UserError
+from harness.git import clean_git_environment
 
 PREFIX = "AUTORESEARCH_"
+# Set by the user or by the commands themselves; their values are not checked here.
+OTHERS = ("PYTHON", "RUN_DIR", "RUN_ID", "CHECKOUT", "OWNER")
+
+# What a shell may hand down without changing what a run means: the rest of PYTHON* is dropped
+# (PYTHONOPTIMIZE removes assertions, PYTHONSAFEPATH hides prepare.py, PYTHONWARNINGS=error kills).
+KEPT_PYTHON = (
+    "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONPYCACHEPREFIX",
+    "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER",
+)  # fmt: skip
+# A shell inside a torchrun or Slurm job would make one process believe that it is one of many.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,3 +65,39 @@ def read_setting(name: str, environment: Mapping[str, str] = os.environ):
     if value is None or (setting.parse is not str and not setting.low <= value <= setting.high):
         raise UserError(f"{PREFIX}{name}={text!r} is not {setting.what}. hint: unset or correct it")
     return value
+
+
+def check_settings(environment: Mapping[str, str]) -> None:
+    """Read every setting, so that a wrong one is refused before anything starts.
+
+    Raises:
+        UserError: a value is out of its range, or a name looks like a misspelt setting.
+    """
+    for name in SETTINGS:
+        read_setting(name, environment)
+    known = [PREFIX + name for name in (*SETTINGS, *OTHERS)]
+    for name in environment:
+        if name.startswith(PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, 1, 0.85)
+            if close:
+                raise UserError(f"{name} is no setting. hint: did you mean {close[0]}?")
+
+
+def run_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of prepare.py and train.py: without what could change a run's meaning.
+
+    Set here: unbuffered output, so that run.log is complete after a kill; UTF-8 with escapes, so
+    that no text can stop a print; one seed for the order of sets, so that a run repeats itself.
+    """
+    kept = {
+        name: value
+        for name, value in clean_git_environment(environment).items()
+        if not name.startswith(("TORCHELASTIC_", "PYTHON"))
+        and name not in RANK_VARIABLES
+        or name in KEPT_PYTHON
+    }
+    return kept | {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
+        "PYTHONHASHSEED": "0",
+    }

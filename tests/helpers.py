@@ -1,6 +1,7 @@
 """What several test files share and is no fixture."""
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -47,3 +48,51 @@ def is_alive(pid: int, grace: float = 5) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+# A prepare.py without torch: the settings that the outer process asks for, and an evaluator that
+# records any number it is given. Extra keys of the record are keyword arguments.
+PREPARE = """
+import json, os, sys
+from pathlib import Path
+from harness.common import UserError
+from harness.settings import read_setting
+
+DATA_ID = "0123456789ab"
+budget, seed = read_setting("TIME_BUDGET"), read_setting("SEED")
+SETTINGS = {
+    "profile": "tiny", "data": "embedded", "data_id": DATA_ID, "device": "cpu",
+    "time_budget": 300 if budget is None else budget, "seed": 1337 if seed is None else seed,
+    "cache": "", "eval_version": 1, "fixed": "0" * 12,
+}
+
+def evaluate(score, **extra):
+    record = {"run_id": os.environ["AUTORESEARCH_RUN_ID"], "val_bpb": score, "marks": "",
+              "budget": SETTINGS["time_budget"]}
+    record |= {name: SETTINGS[name] for name in ("seed", "data_id", "profile", "device")} | extra
+    with open(Path(os.environ["AUTORESEARCH_RUN_DIR"], "eval.jsonl"), "a") as file:
+        file.write(json.dumps(record) + "\\n")
+    return score
+
+if __name__ == "__main__" and "--settings-file" in sys.argv:
+    Path(sys.argv[-1]).write_text(json.dumps(SETTINGS))
+"""
+
+
+def make_checkout(folder: Path, train: str, prepare: str | None = PREPARE) -> Path:
+    """A repository as a user's clone, with this train.py; without `prepare` the real one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("autoresearch.sh", "pyproject.toml", ".gitignore", ".gitattributes"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(
+        ROOT / "harness", folder / "harness", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    if prepare is None:
+        shutil.copy(ROOT / "prepare.py", folder / "prepare.py")
+    else:
+        (folder / "prepare.py").write_text(prepare)
+    (folder / "train.py").write_text(train)
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "start")
+    return folder

@@ -52,6 +52,7 @@ class Cycle:
         root.mkdir(parents=True)
         for name in ("autoresearch.sh", "experiment.py", "pyproject.toml", ".gitignore"):
             shutil.copy(ROOT / name, root / name)
+        shutil.copytree(ROOT / "harness", root / "harness", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("prepare.py", "data.py", "machine.py"):
             (root / name).write_text("")
         (root / "README.md").write_text("about\n")
