@@ -67,6 +67,7 @@ def run(checkout, prepared, train, **changes):
 # ---- with the real prepare.py ----
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_score_and_another_one_another(checkout, prepared):
     done = run(checkout, prepared, HONEST)
     assert done.returncode == 0, done.stderr
@@ -77,6 +78,7 @@ def test_the_same_seed_gives_the_same_score_and_another_one_another(checkout, pr
     assert other.returncode == 0 and other.stdout != done.stdout  # the order of the data
 
 
+@pytest.mark.slow
 def test_an_older_train_py_scores_and_is_marked(checkout, prepared):
     """No clock, no METRIC lines, only the block."""
     old = HONEST.replace("clock = Clock()", "").replace("clock.start()", "")
@@ -87,6 +89,7 @@ def test_an_older_train_py_scores_and_is_marked(checkout, prepared):
     assert "marked: the clock of prepare.py was not used" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_changed_in_the_process_is_void(checkout, prepared):
     change = "import os; os.environ['AUTORESEARCH_TIME_BUDGET'] = '4'\n"
     done = run(checkout, prepared, change + HONEST)
