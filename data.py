@@ -34,11 +34,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import requests
 import rustbpe
-import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import prepare
+from harness.known_answers import known_answers
 from prepare import DATASETS, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, UserError, file_hash, load_manifest, pack_rows, stack_rows
 
 # ---------------------------------------------------------------------------- files
@@ -773,81 +772,6 @@ def show_stats() -> None:
         print(f"{counts[token]:>12}  {tokenizer.enc.decode_single_token_bytes(token)!r}")
 
 
-# ---------------------------------------------------------------------------- known answers
-
-
-class Known(torch.nn.Module):
-    """A model given as a function from token ids [B, T] to logits."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.anchor = torch.nn.Parameter(torch.zeros(1))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def known_answers() -> bool:
-    """Score models whose result is known in closed form and models that must be refused. Prints a table."""
-    manifest, tokenizer, device = load_manifest(prepare.CACHE), Tokenizer.from_directory(prepare.CACHE), prepare.get_device()
-    rows = np.fromfile(prepare.checked(prepare.CACHE, manifest, "val_rows.bin"), np.uint16).reshape(-1, prepare.MAX_SEQ_LEN + 1)
-    rows, lengths, V = rows[:512], tokenizer.token_bytes, tokenizer.get_vocab_size()
-    targets = rows[:, 1:]
-    n_bytes, counted, batch = int(lengths[targets].sum()), lengths[targets] > 0, 16
-    counts = np.bincount(targets[counted], minlength=V)
-    p = np.maximum(counts / counts.sum(), 1e-9)
-    p /= p.sum()
-    first_byte = np.array([t[0] for t in tokenizer.tokens] + [256 + i for i in range(len(SPECIAL_TOKENS))])
-    alike = np.bincount(first_byte)[first_byte]  # tokens that begin with the same byte
-    unigram = torch.tensor(np.log(p), dtype=torch.float32, device=device)
-    classes = torch.from_numpy(first_byte).to(device)
-    upcoming = prepare.batches(rows, batch, device)
-
-    def oracle(x):  # is told the next token's first byte, from outside its input
-        _, y, _ = next(upcoming)
-        return torch.where(classes == classes[y][..., None], 0.0, -1e9)
-
-    closed = {
-        "uniform": (lambda x: torch.zeros(1, device=device).expand(*x.shape, V), counted.sum() * np.log2(V)),
-        "unigram": (lambda x: unigram.expand(*x.shape, V), -(counts * np.log2(p)).sum()),
-        "first byte known": (oracle, np.log2(alike[targets])[counted].sum()),
-    }
-    lines = [("model", "expected", "scored", "")]
-    for name, (function, bits) in closed.items():
-        want = bits / n_bytes
-        got = prepare.score_rows(Known(function).to(device), rows, lengths, batch, device).sum().item() / math.log(2) / n_bytes
-        lines.append((name, f"{want:.6f}", f"{got:.6f}", "ok" if abs(got - want) < 1e-5 * want else "WRONG"))
-
-    def block(h, size):
-        return F.pad(h, (0, 0, 0, -h.size(1) % size)).unflatten(1, (-1, size)).mean(2).repeat_interleave(size, 1)[:, : h.size(1)]
-
-    table = torch.randn(V, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    mixers = {  # of token vectors [B, T, 64] over time
-        "honest": lambda h: h + h.cumsum(1),
-        "next token": lambda h: h + h.roll(-1, 1),
-        "small gate": lambda h: h + 1e-3 * h.roll(-1, 1),
-        "block of 2": lambda h: block(h, 2),
-        "block of 64": lambda h: block(h, 64),
-        "FFT over time": lambda h: torch.fft.fft(h.cpu(), dim=1).real.to(device),
-        "batch mean": lambda h: h - h.mean(0),
-        "NaN": lambda h: h / 0.0 * 0.0,
-    }
-    for name, mix in mixers.items():
-        want = "accepted" if name == "honest" else "refused"
-        model = Known(lambda x, mix=mix: mix(table[x]) @ table.T / 8).to(device)
-        try:
-            with torch.no_grad():
-                prepare.probe(model, rows[: prepare.PROBE_ROWS], V, prepare.PROBE_ROWS, device)
-            got = "accepted"
-        except prepare.VoidScore:
-            got = "refused"
-        lines.append((name, want, got, "ok" if got == want else "WRONG"))
-    for name, want, got, verdict in lines:
-        print(f"{name:<24}{want:>12}{got:>12}  {verdict}")
-    return all(verdict != "WRONG" for *_, verdict in lines)
-
-
 # ---------------------------------------------------------------------------- command line
 
 
@@ -864,7 +788,7 @@ def main() -> int:
         os.environ["AUTORESEARCH_DATA"] = args.data
         prepare.settings.cache_clear()
     if args.check:
-        return 0 if known_answers() else 1
+        return 0 if known_answers(prepare.settings()) else 1
     if args.stats:
         show_stats()
     else:

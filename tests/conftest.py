@@ -1,5 +1,6 @@
 """Shared fixtures: a real tiny-embedded cache made once a session, a small corpus, a hub that misbehaves on order."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -50,6 +51,32 @@ def short(prepared, tmp_path_factory):
     manifest["files"]["val_rows.bin"] = [len(rows), prepare.file_hash(cache / "val_rows.bin")]
     (cache / "manifest.json").write_text(json.dumps(manifest | {"data_id": prepare.data_id(manifest)}))
     return prepared | {"AUTORESEARCH_CACHE": str(root), "OMP_NUM_THREADS": "1", "AUTORESEARCH_TIME_BUDGET": "300"}
+
+
+@pytest.fixture
+def use_settings(monkeypatch):
+    """use(root, cache folder's constants and variables): prepare.settings() gives these from then on.
+
+    For example use(tmp_path, seq_len=32, SEED=5). The cache folder is made and returned; the process
+    counts as a new run.
+    """
+
+    def use(root: Path, **changes) -> Path:
+        fields = {name: value for name, value in changes.items() if name.islower()}
+        variables = {name: str(value) for name, value in changes.items() if name.isupper()}
+        for name in [name for name in os.environ if name.startswith("AUTORESEARCH_")]:
+            monkeypatch.delenv(name)
+        for name, value in ({"PROFILE": "tiny", "CACHE": str(root)} | variables).items():
+            monkeypatch.setenv(f"AUTORESEARCH_{name}", value)
+        profile = dataclasses.replace(prepare.PROFILES["tiny"], **fields)
+        monkeypatch.setitem(prepare.PROFILES, "tiny", profile)
+        monkeypatch.setattr(prepare, "_run", prepare.RunState())
+        prepare.settings.cache_clear()
+        prepare.settings().cache.mkdir(parents=True, exist_ok=True)
+        return prepare.settings().cache
+
+    yield use
+    prepare.settings.cache_clear()
 
 
 def sentences(seed: int, n: int) -> list[str]:

@@ -71,4 +71,4 @@ if drill.startswith("oom"):
 if drill == "void":
     train.GPT = Void
 train.main()
-print(f"rank {rank} did {sum(prepare._steps.values())} steps", file=sys.stderr)
+print(f"rank {rank} did {prepare._run.timed_steps + prepare._run.untimed_steps} steps", file=sys.stderr)

@@ -391,4 +391,4 @@ def test_unfinished_cache_is_not_trained_on(prepared, tiny_copy):
     del manifest["data_id"]
     (tiny_copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(prepare.UserError, match="unfinished.*prepare.py"):
-        prepare.Tokenizer.from_directory()
+        prepare.Tokenizer.from_directory(tiny_copy)

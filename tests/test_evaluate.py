@@ -13,31 +13,33 @@ import torch.nn.functional as F
 import machine
 import prepare
 import train
-from data import Known, save_tokenizer, train_tokenizer, write_atomic
+from data import save_tokenizer, train_tokenizer
+from harness.common import file_hash, write_atomic
+from harness.known_answers import FunctionModel
 from prepare import UserError, VoidScore, evaluate_bpb
 
 T, ROWS = 32, 150
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A small prepared cache: 150 rows of 32 tokens of a real tokenizer, and a folder for the records."""
+def cache(tmp_path, monkeypatch, use_settings):
+    """A small prepared cache: 150 rows of 32 tokens of a real tokenizer, and a folder for records."""
+    folder = use_settings(tmp_path, seq_len=T)
     tokenizer = train_tokenizer([Path(__file__).read_text() + "\u00e9\u4e2d"], 300)
-    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
-    rows = np.random.default_rng(0).integers(0, tokenizer.get_vocab_size(), (ROWS, T + 1)).astype(np.uint16)
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    shape = (ROWS, T + 1)
+    rows = np.random.default_rng(0).integers(0, tokenizer.get_vocab_size(), shape).astype(np.uint16)
     rows[:, 0] = tokenizer.get_bos_token_id()
     rows[:, 7] = tokenizer.get_bos_token_id()  # a target of no bytes in every row
-    write_atomic(tmp_path / "val_rows.bin", rows.tobytes())
-    files = {n: [(tmp_path / n).stat().st_size, prepare.file_hash(tmp_path / n)] for n in ("tokenizer.json", "val_rows.bin")}
+    write_atomic(folder / "val_rows.bin", rows.tobytes())
+    paths = [folder / "tokenizer.json", folder / "val_rows.bin"]
+    files = {path.name: [path.stat().st_size, file_hash(path)] for path in paths}
     manifest = {"settings": {}, "files": files, "train": [], "stats": {}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"data_id": prepare.data_id(manifest)}))
-    monkeypatch.setattr(prepare, "CACHE", tmp_path)
-    monkeypatch.setattr(prepare, "MAX_SEQ_LEN", T)
-    monkeypatch.setattr(prepare, "_clock", None)
-    monkeypatch.setattr(prepare, "_steps", {"timed": 0, "untimed": 0})
-    monkeypatch.setenv("AUTORESEARCH_RUN_DIR", str(tmp_path))
+    manifest["data_id"] = prepare.data_id(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setenv("AUTORESEARCH_RUN_DIR", str(folder))
     monkeypatch.setenv("AUTORESEARCH_RUN_ID", "run-7")
-    return tmp_path, tokenizer, rows
+    return folder, tokenizer, rows
 
 
 def honest(vocab_size, seed=0, **changes):
@@ -56,7 +58,7 @@ def honest(vocab_size, seed=0, **changes):
 
 
 def score(function, cache, batch_size=16):
-    return evaluate_bpb(Known(function), cache[1], batch_size)
+    return evaluate_bpb(FunctionModel(function), cache[1], batch_size)
 
 
 def test_score_equals_brute_force(cache):
@@ -402,7 +404,7 @@ def test_a_changed_or_cut_cache_file_is_named(cache, name):
 def test_replaced_functions_of_prepare_are_noticed(cache, monkeypatch, name):
     original = getattr(prepare, name)
     monkeypatch.setattr(prepare, name, lambda *a, **k: original(*a, **k))
-    with pytest.raises(VoidScore, match=f"prepare.{name} is not the function of prepare.py"):
+    with pytest.raises(VoidScore, match=f"prepare.{name} is not the function of its file"):
         score(lambda x: torch.zeros(*x.shape, 300), cache)
 
 
@@ -410,6 +412,11 @@ def test_replaced_methods_of_prepare_are_noticed(cache, monkeypatch):
     monkeypatch.setattr(prepare.Clock, "elapsed", lambda self: 1.0)
     with pytest.raises(VoidScore, match="prepare.Clock.elapsed is not the function"):
         score(lambda x: torch.zeros(*x.shape, 300), cache)
+
+
+def set_budget(monkeypatch, seconds: float) -> None:
+    monkeypatch.setenv("AUTORESEARCH_TIME_BUDGET", str(seconds))
+    prepare.settings.cache_clear()
 
 
 class FakeTime:
@@ -420,7 +427,7 @@ class FakeTime:
 
 def test_clock_runs_once_and_stops_at_the_budget(cache, monkeypatch):
     fake = FakeTime(monkeypatch)
-    monkeypatch.setattr(prepare, "TIME_BUDGET", 10.0)
+    set_budget(monkeypatch, 10)
     clock = prepare.Clock()
     assert clock.elapsed() == 0 and not clock.done()
     fake.now += 50
@@ -435,12 +442,12 @@ def test_clock_runs_once_and_stops_at_the_budget(cache, monkeypatch):
     assert clock.elapsed() == 11 and clock.progress() == 1.0
     with pytest.raises(UserError, match="starts once"):
         clock.start()
-    with pytest.raises(UserError, match="one Clock"):
+    with pytest.raises(UserError, match="exactly one"):
         prepare.Clock()
 
 
 def test_steps_outside_the_clock_are_counted(cache, monkeypatch):
-    monkeypatch.setattr(prepare, "TIME_BUDGET", 10.0)
+    set_budget(monkeypatch, 10)
     fake = FakeTime(monkeypatch)
     monkeypatch.setattr(prepare, "STARTED", fake.now)
     weight = torch.nn.Parameter(torch.ones(1))
@@ -461,7 +468,7 @@ def test_steps_outside_the_clock_are_counted(cache, monkeypatch):
     fake.now += 10
     clock.stop()
     step()
-    assert prepare._steps == {"timed": 3, "untimed": 3}
+    assert (prepare._run.timed_steps, prepare._run.untimed_steps) == (3, 3)
     spent = prepare.timing()
     assert spent["training_seconds"] == 10 and spent["untimed_steps"] == 3 and "3 optimizer steps outside" in spent["marks"]
 
@@ -469,7 +476,7 @@ def test_steps_outside_the_clock_are_counted(cache, monkeypatch):
 def test_marks_name_what_was_outside(cache, monkeypatch):
     fake = FakeTime(monkeypatch)
     monkeypatch.setattr(prepare, "STARTED", fake.now)
-    monkeypatch.setattr(prepare, "TIME_BUDGET", 300.0)
+    set_budget(monkeypatch, 300)
     assert prepare.timing()["marks"] == "the clock of prepare.py was not used"
     clock = prepare.Clock()
     fake.now += 60

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -121,26 +122,29 @@ def test_encoder_cuts_at_blank_lines_and_keeps_every_token():
 # ---------------------------------------------------------------------------- loader
 
 
+class Tokenizer:
+    """As much of a tokenizer as the loader uses."""
+
+    get_bos_token_id = staticmethod(lambda: BOS)
+
+
 @pytest.fixture
-def loader(tmp_path, monkeypatch):
-    """make(documents, B, T, ...) opens the loader on a cache of these documents, one shard for each list of them."""
-    monkeypatch.setattr(prepare, "CACHE", tmp_path)
+def loader(tmp_path, monkeypatch, use_settings):
+    """make(documents, B, T, ...) opens the loader on a cache of these documents, one shard a list."""
+    cache = use_settings(tmp_path)
     monkeypatch.setattr(prepare, "get_device", lambda: torch.device("cpu"))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
-    class Tokenizer:
-        get_bos_token_id = staticmethod(lambda: BOS)
-
     def make(*shards, B=2, T=16, split="train", **more):
         files = {}
         for i, documents in enumerate(filter(None, shards)):
-            path = tmp_path / f"train_{i}.bin"
+            path = cache / f"train_{i}.bin"
             path.write_bytes(np.array([t for d in documents for t in d], np.uint16).tobytes())
             files[path.name] = [path.stat().st_size, prepare.file_hash(path)]
         total = {"documents": sum(map(len, shards))}
         manifest = {"data_id": "x", "files": files, "train": sorted(files), "total": total}
-        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        (cache / "manifest.json").write_text(json.dumps(manifest))
         return prepare.make_dataloader(Tokenizer, B, T, split, **more)
 
     return make
@@ -158,16 +162,16 @@ def rows_of(batches) -> list:
 def test_rows_are_packed_and_shifted_by_one(loader):
     documents = make_documents([random.Random(i).randint(1, 30) for i in range(300)])
     rows = rows_of(islice(loader(documents, B=4, T=16), 20))
-    order = [i for epoch in (1, 2) for i in np.random.default_rng([prepare.SEED, epoch]).permutation(300)]
+    order = [i for epoch in (1, 2) for i in np.random.default_rng([prepare.settings().seed, epoch]).permutation(300)]
     assert rows == list(islice(reference_packer([[*documents[i]] for i in order], 17, 300), 80))
     assert all(row[0] == BOS for row in rows)  # no padding anywhere: they equal the packer's rows
 
 
-def test_order_differs_between_epochs_and_seeds_not_between_runs(loader, monkeypatch):
+def test_order_differs_between_epochs_and_seeds_not_between_runs(loader, tmp_path, use_settings):
     documents = make_documents([17] * 20)
     first, again = (rows_of(islice(loader(documents, B=20, T=16), 2)) for _ in range(2))
     assert first == again and sorted(first[:20]) == sorted(first[20:]) and first[:20] != first[20:]
-    monkeypatch.setattr(prepare, "SEED", 5)
+    use_settings(tmp_path, SEED=5)
     assert rows_of(islice(loader(documents, B=20, T=16), 2)) != first
 
 
@@ -219,14 +223,15 @@ def test_refusals(loader):
         next(loader(documents, split="val"))
     with pytest.raises(prepare.UserError, match="no training documents"):
         next(loader([]))
-    batches = loader(documents)
-    path = prepare.CACHE / "train_0.bin"
+    next(loader(documents))
+    path = prepare.settings().cache / "train_0.bin"
+    reopen = partial(prepare.make_dataloader, Tokenizer, 2, 16, "train")
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-2])
     with pytest.raises(prepare.UserError, match="train_0.bin is 98 bytes, 100 expected.*--verify"):
-        next(batches)
+        reopen()
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(prepare.UserError, match="train_0.bin is changed.*--verify"):
-        next(prepare.make_dataloader(type("T", (), {"get_bos_token_id": staticmethod(lambda: BOS)}), 2, 16, "train"))
-    assert Counter(p.suffix for p in prepare.CACHE.iterdir())[".part"] == 0
+        reopen()
+    assert Counter(p.suffix for p in prepare.settings().cache.iterdir())[".part"] == 0

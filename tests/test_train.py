@@ -253,14 +253,13 @@ def test_schedules(monkeypatch):
 
 
 def test_warmup_leaves_no_trace(monkeypatch):
-    monkeypatch.setattr(prepare, "_clock", None)
+    monkeypatch.setattr(prepare, "_run", prepare.RunState())
     model = small_model()
     optimizer = train.build_optimizer(model, torch.float32, compile=False)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     rates = [g["lr"] for g in optimizer.param_groups]
     random = torch.get_rng_state()
     clock = prepare.Clock()
-    steps = dict(prepare._steps)
     with clock.warmup(model, optimizer):
         train.set_schedules(optimizer, 0.9, 10)
         model(torch.randint(61, (2, 24))).square().sum().backward()
@@ -269,7 +268,7 @@ def test_warmup_leaves_no_trace(monkeypatch):
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert not optimizer.state and [g["lr"] for g in optimizer.param_groups] == rates
     assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(random, torch.get_rng_state()) and prepare._steps == steps
+    assert torch.equal(random, torch.get_rng_state()) and prepare._run.untimed_steps == 0
 
 
 @pytest.mark.parametrize(
