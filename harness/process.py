@@ -7,6 +7,7 @@ and even after everything else of its run was killed.
 """
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -19,16 +20,18 @@ RUN_ID = "AUTORESEARCH_RUN_ID"
 CHECKOUT = "AUTORESEARCH_CHECKOUT"
 OWNER = "AUTORESEARCH_OWNER"
 GRACE = 10  # seconds between TERM and KILL
+POLL = 0.05  # seconds between two looks at the children
 TIMEOUT = 124  # exit code of a command that was still running at its limit, as timeout(1) has it
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code (128 + the signal's number if killed) and seconds."""
+    """How a command ended."""
 
-    code: int
-    timed_out: bool
-    seconds: float
+    code: int = 0  # 128 + the signal's number when it was killed
+    seconds: float = 0.0
+    timed_out: bool = False
+    place: int = 0  # of several processes at once, the one that decided
 
 
 def start_time(pid: int) -> str:
@@ -133,43 +136,78 @@ def signal_group(child: subprocess.Popen, number: int) -> bool:
     return False
 
 
-def stop_group(child: subprocess.Popen) -> None:
-    """TERM to the child's process group, and KILL to what is left of it after GRACE seconds."""
-    signal_group(child, signal.SIGTERM)
+def stop_groups(children: list[subprocess.Popen]) -> None:
+    """TERM to the children's process groups, and KILL to what is left after GRACE seconds."""
+    for child in children:
+        signal_group(child, signal.SIGTERM)
     end = time.monotonic() + GRACE
-    while time.monotonic() < end and (child.poll() is None or signal_group(child, 0)):
-        time.sleep(0.05)
-    signal_group(child, signal.SIGKILL)
+    while time.monotonic() < end and any(
+        child.poll() is None or signal_group(child, 0) for child in children
+    ):
+        time.sleep(POLL)
+
+
+def exit_code(child: subprocess.Popen) -> int:
+    """The exit code of a child that has ended, as a shell gives it: 128 + signal if killed."""
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def wait_for(children: list[subprocess.Popen], limit: float) -> int | None:
+    """Wait until all children have ended well, or one has not; returns its place in the list.
+
+    0 when all ended well, None when `limit` seconds have passed. Of several that failed at the
+    same time, one with another code than 1 is returned: the others crash because it is gone.
+    """
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        states = [child.poll() for child in children]
+        failed = [place for place, state in enumerate(states) if state]
+        if failed:
+            return min(failed, key=lambda place: states[place] == 1)
+        if None not in states:
+            return 0
+        time.sleep(POLL)
+    return None
 
 
 def call(
-    command: list[str], folder: Path, environment: Mapping[str, str], log: Path, limit: float
+    command: list[str],
+    folder: Path,
+    environments: list[Mapping[str, str]],
+    logs: list[Path],
+    limit: float = math.inf,
 ) -> Ended:
-    """Run a command in a session of its own, both its outputs into `log`, at most `limit` seconds.
+    """Run a command once per environment, at the same time, each in a session of its own.
 
-    At the limit it gets TERM, and KILL ten seconds later. When this returns or raises (Ctrl-C),
-    nothing of the command is alive: neither its process group nor, where the environment holds
-    run_variables, a process that left the group.
+    Both outputs of each go to its log. When one fails, or after `limit` seconds, all get TERM, and
+    KILL ten seconds later. When this returns or raises (Ctrl-C), nothing of them is alive: no
+    process of their groups and, where the environment holds run_variables, none that left them.
     """
     begin = time.monotonic()
-    timed_out = False
-    with open(log, "wb") as output:
-        child = subprocess.Popen(
-            command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    children = []
     try:
-        child.wait(limit)
-    except subprocess.TimeoutExpired:
-        timed_out = True
-        stop_group(child)
+        for environment, log in zip(environments, logs, strict=True):
+            with open(log, "wb") as output:
+                children.append(
+                    subprocess.Popen(
+                        command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL,
+                        stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                    )
+                )  # fmt: skip
+        place = wait_for(children, limit)
+        if place is None or exit_code(children[place]):
+            stop_groups(children)
     finally:
-        signal_group(child, signal.SIGKILL)
-        if RUN_ID in environment:
-            end_run(environment[RUN_ID])
-        child.wait()
-    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    return Ended(TIMEOUT if timed_out else code, timed_out, time.monotonic() - begin)
+        for child in children:
+            signal_group(child, signal.SIGKILL)
+        for run_id in {environment.get(RUN_ID) for environment in environments} - {None}:
+            end_run(run_id)
+        for child in children:
+            child.wait()
+    seconds = time.monotonic() - begin
+    if place is None:
+        return Ended(TIMEOUT, seconds, timed_out=True)
+    return Ended(exit_code(children[place]), seconds, place=place)
 
 
 def raise_on_signals() -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,3 +97,36 @@ def make_checkout(folder: Path, train: str, prepare: str | None = PREPARE) -> Pa
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "start")
     return folder
+
+
+class Checkout:
+    """A clone with a stand-in for prepare.py."""
+
+    def __init__(self, root: Path, train: str):
+        self.root = make_checkout(root, train)
+        self.environment = clean_environment(AUTORESEARCH_PYTHON=sys.executable)
+
+    def start(self, *arguments: str, **changes: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", "autoresearch.sh", *arguments], cwd=self.root, text=True,
+            env=self.environment | changes, stdout=-1, stderr=-1, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, train: str | None = None, *arguments: str, **changes: str):
+        """A command to its end; gives it the attributes out and err."""
+        if train is not None:
+            (self.root / "train.py").write_text(train)
+        process = self.start(*arguments, **changes)
+        process.out, process.err = process.communicate(timeout=60)
+        if process.returncode:
+            assert "METRIC" not in process.out, "a failed run printed a number"
+        return process
+
+    def read(self, name: str) -> str:
+        return (self.root / name).read_text()
+
+    def pid(self, name: str) -> int:
+        """A process number that train.py writes into a file, once it is there."""
+        path = self.root / name
+        wait_until(lambda: path.exists() and path.read_text())
+        return int(path.read_text())

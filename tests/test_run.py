@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from helpers import clean_environment, git, is_alive, make_checkout, wait_until
+from helpers import ROOT, Checkout, clean_environment, git, is_alive
 
 from harness import process, runlog
 from harness.common import UserError
+from harness.outcome import Failed, time_mark
 from harness.run import run_experiment
 from harness.settings import check_settings, run_environment
 
@@ -24,42 +24,9 @@ print(f"METRIC val_bpb={bpb:.6f}\\nMETRIC num_steps=3")
 """
 
 
-class Checkout:
-    """A clone with a stand-in for prepare.py."""
-
-    def __init__(self, root: Path):
-        self.root = make_checkout(root, HONEST)
-        self.environment = clean_environment(AUTORESEARCH_PYTHON=sys.executable)
-
-    def start(self, *arguments: str, **changes: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            ["bash", "autoresearch.sh", *arguments], cwd=self.root, text=True,
-            env=self.environment | changes, stdout=-1, stderr=-1, start_new_session=True,
-        )  # fmt: skip
-
-    def run(self, train: str | None = None, *arguments: str, **changes: str):
-        """A command to its end; gives it the attributes out and err."""
-        if train is not None:
-            (self.root / "train.py").write_text(train)
-        process = self.start(*arguments, **changes)
-        process.out, process.err = process.communicate(timeout=60)
-        if process.returncode:
-            assert "METRIC" not in process.out, "a failed run printed a number"
-        return process
-
-    def read(self, name: str) -> str:
-        return (self.root / name).read_text()
-
-    def pid(self, name: str) -> int:
-        """A process number that train.py writes into a file, once it is there."""
-        path = self.root / name
-        wait_until(lambda: path.exists() and path.read_text())
-        return int(path.read_text())
-
-
 @pytest.fixture
 def checkout(tmp_path) -> Checkout:
-    return Checkout(tmp_path / "clone")
+    return Checkout(tmp_path / "clone", HONEST)
 
 
 # ---- a run that ends well ----
@@ -362,7 +329,7 @@ def test_fixed_files_are_those_of_the_session(checkout):
 
 
 def test_the_fixed_files_of_a_checkout_in_a_larger_repository_are_found(tmp_path):
-    lab = Checkout(tmp_path / "big/lab")
+    lab = Checkout(tmp_path / "big/lab", HONEST)
     shutil.rmtree(lab.root / ".git")
     git(tmp_path / "big", "init", "-q")
     git(tmp_path / "big", "add", "-A")
@@ -404,3 +371,31 @@ def test_a_read_only_checkout_is_named_as_such(checkout):
     done = checkout.run()
     checkout.root.chmod(0o755)
     assert done.returncode == 2 and "cannot write" in done.err and "fixed file" not in done.err
+
+
+# ---- what the outer process finds in the record ----
+
+
+def test_a_model_that_was_not_compiled_is_said_with_the_reason(checkout):
+    eager = "1.25, compiled=False, eager_reason='no C++ compiler')"
+    done = checkout.run(HONEST.replace("1.25)", eager))
+    assert (
+        done.returncode == 0 and "not compiled, so it trained slowly: no C++ compiler" in done.err
+    )
+
+
+def test_time_that_the_record_does_not_explain_is_marked_or_void():
+    record = {"training_seconds": 300.0, "outside_seconds": 40.0, "seconds": 10.0}
+    assert time_mark(record, starting=5, seconds=360) == ""
+    words = "the record explains 350 s of the 500 s that the run took"
+    assert time_mark(record, starting=5, seconds=500) == words  # trained before the clock ran
+    assert time_mark(record, starting=80, seconds=500) == ""  # a machine that starts slowly
+    with pytest.raises(Failed, match="explains 350 s of the 200 s .* its clock was changed"):
+        time_mark(record, starting=5, seconds=200)
+    assert time_mark({"seconds": 10.0}, starting=5, seconds=500) == ""  # an older train.py
+
+
+def test_the_outer_process_loads_neither_torch_nor_prepare():
+    code = "import sys, harness.__main__\nprint({'torch', 'numpy', 'prepare'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
