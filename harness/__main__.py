@@ -75,6 +75,9 @@ def main() -> int:
     except UserError as error:
         say(str(error))
         return 2
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         say(f"{error}. hint: if the disk is full, make room and repeat the command")
         return 1

@@ -8,6 +8,7 @@ from harness.common import UserError, say
 from harness.git import GitError, git, git_or_none
 
 SESSION = "refs/autoresearch/session"  # a git ref: out of reach of edits
+SHOWN = 9  # names in a message
 
 # A folder stands for every file in it, except caches and what editors leave behind.
 FIXED = ("prepare.py", "autoresearch.sh", "pyproject.toml", "harness")
@@ -104,9 +105,11 @@ def check_fixed(root: Path, session: str = SESSION) -> str:
     if not changed:
         return ""
     begin = git("rev-parse", "--short", session, root=root)
-    restored = " ".join(name for name in changed if not name.endswith(")")) or "FILE"
+    restored = " ".join(name for name in changed[:SHOWN] if not name.endswith("(added)"))
+    restored = restored.replace(" (missing)", "") or "FILE"
+    more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
     raise UserError(
-        f"fixed file changed since the session began ({begin}): {' '.join(changed)}. "
+        f"fixed file changed since the session began ({begin}): {' '.join(changed[:SHOWN])}{more}. "
         f"hint: 'git checkout {session} -- {restored}' restores; if it was meant, commit it "
         "and run 'bash autoresearch.sh session'"
     )

@@ -1,12 +1,13 @@
 """The processes of a run: start one with a time limit, and leave none of them behind.
 
 Every process of a run carries three variables in its environment: AUTORESEARCH_RUN_ID,
-AUTORESEARCH_CHECKOUT (the folder whose command started it) and AUTORESEARCH_OWNER (the process that
-waits for it). They are inherited, so a child is found by them even when it left the process group,
-and even after everything else of its run was killed.
+AUTORESEARCH_CHECKOUT (for the folder whose command started it) and AUTORESEARCH_OWNER (the process
+that waits for it). They are inherited, so a child is found by them even when it left the process
+group, and even after everything else of its run was killed.
 """
 
 import contextlib
+import hashlib
 import math
 import os
 import signal
@@ -59,29 +60,45 @@ def is_running(identity: str) -> bool:
     return number.isdigit() and bool(started) and start_time(int(number)) == started
 
 
+def checkout_id(folder: Path) -> str:
+    """A word for a folder: its path may hold spaces, which a listing of processes cannot show."""
+    return hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+
+
 def run_variables(run_id: str, checkout: Path) -> dict[str, str]:
     """The variables by which the processes of a run are found again."""
-    return {RUN_ID: run_id, CHECKOUT: str(checkout.resolve()), OWNER: this_process()}
+    return {RUN_ID: run_id, CHECKOUT: checkout_id(checkout), OWNER: this_process()}
+
+
+def environments() -> Iterator[tuple[int, list[str]]]:
+    """(pid, entries NAME=VALUE) of every other process whose environment this user may read."""
+    if Path("/proc/self/environ").exists():
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and int(folder.name) != os.getpid():
+                with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+                    entries = (folder / "environ").read_bytes().split(b"\0")
+                    yield int(folder.name), [os.fsdecode(entry) for entry in entries]
+        return
+    # macOS and BSD: the words of the environment follow those of the command
+    command = ["ps", "-axEww", "-o", "pid=,command="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    for line in listing.splitlines():
+        number, *words = line.split()
+        if number.isdigit() and int(number) != os.getpid():
+            yield int(number), words
 
 
 def run_processes() -> Iterator[tuple[int, dict[str, str]]]:
     """(pid, its run_variables) of every process of any run that belongs to this user."""
-    if Path("/proc/self/environ").exists():
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit() or int(folder.name) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-                entries = (folder / "environ").read_bytes().split(b"\0")
-                if found := marked(os.fsdecode(entry) for entry in entries):
-                    yield int(folder.name), found
-        return
-    command = ["ps", "-axEww", "-o", "pid=,command="]  # BSD and macOS: words of the environment
-    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    for line in listing.splitlines():
-        number, *words = line.split(" ")
-        number, *words = [word for word in (number, *words) if word] or [""]
-        if number.isdigit() and int(number) != os.getpid() and (found := marked(words)):
-            yield int(number), found
+    for pid, entries in environments():
+        if found := marked(entries):
+            yield pid, found
+
+
+def processes_of(checkout: Path) -> list[int]:
+    """The processes of runs that this checkout's commands started, oldest number first."""
+    wanted = checkout_id(checkout)
+    return sorted(pid for pid, found in run_processes() if found.get(CHECKOUT) == wanted)
 
 
 def marked(entries: Iterable[str]) -> dict[str, str]:
@@ -105,10 +122,10 @@ def end_orphans(checkout: Path) -> int:
 
     An owner that was killed with kill -9 cannot end its run. Runs that are watched stay.
     """
-    folder = str(checkout.resolve())
+    wanted = checkout_id(checkout)
 
     def is_orphan(found: dict[str, str]) -> bool:
-        return found.get(CHECKOUT) == folder and not is_running(found.get(OWNER, ""))
+        return found.get(CHECKOUT) == wanted and not is_running(found.get(OWNER, ""))
 
     return kill_where(is_orphan)
 

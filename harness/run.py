@@ -18,7 +18,7 @@ from harness.common import UserError, say
 from harness.fixed import SESSION, check_fixed
 from harness.machine_load import LoadMeter
 from harness.outcome import Failed, Outcome, check_exit, read_score, time_mark
-from harness.process import CHECKOUT, RUN_ID, Ended, call, end_orphans, run_processes, run_variables
+from harness.process import RUN_ID, Ended, call, end_orphans, processes_of, run_variables
 from harness.ranks import number_of_ranks, rank_environments, rank_logs
 from harness.runlog import TAIL, last_lines, last_words
 from harness.settings import check_settings, read_setting, run_environment
@@ -82,6 +82,10 @@ def measure(
         if remark := check_fixed(root, session):
             tell(remark)
         settings, started = prepare_data(root, run_dir, environment, python)
+        tell(
+            f"profile {settings['profile']}, data {settings['data']} ({settings['data_id']}), "
+            f"budget {settings['time_budget']:g} s, seed {settings['seed']}"
+        )
         limit = read_setting("HARD_LIMIT", environment) or 2 * settings["time_budget"] + 120
         ranks = number_of_ranks(read_setting("RANKS", environment), settings)
         logs = rank_logs(log, run_dir, ranks)
@@ -135,7 +139,8 @@ def make_folders(root: Path, run_dir: Path) -> None:
 
 def remove_old(log: Path, run_dir: Path) -> None:
     """Remove what an earlier run left, so that no number can come from it."""
-    for path in (log, *(run_dir / name for name in ("settings.json", "eval.jsonl", "steps.jsonl"))):
+    old = [run_dir / name for name in ("settings.json", "eval.jsonl", "steps.jsonl")]
+    for path in (log, *old, *run_dir.glob("rank*.log")):
         path.unlink(missing_ok=True)
 
 
@@ -146,9 +151,8 @@ def one_at_a_time(root: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        folder = str(root.resolve())
-        found = [pid for pid, of_run in run_processes() if of_run.get(CHECKOUT) == folder]
-        process = f" (process {min(found)})" if found else ""
+        found = processes_of(root)
+        process = f" (process {found[0]})" if found else ""
         raise UserError(
             f"another experiment is running in this checkout{process}. "
             "hint: wait until it has ended, or use another clone"

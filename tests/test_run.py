@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, Checkout, clean_environment, git, is_alive
@@ -35,7 +36,9 @@ def checkout(tmp_path) -> Checkout:
 def test_a_scored_run_prints_its_metric_lines_and_nothing_else(checkout):
     (checkout.root / "run.log").write_text("METRIC val_bpb=0.100000\n")  # an earlier run's
     done = checkout.run()
-    assert (done.returncode, done.err) == (0, "")
+    assert done.returncode == 0, done.err
+    line = "autoresearch: profile tiny, data embedded (0123456789ab), budget 300 s, seed 1337\n"
+    assert done.err == line
     assert done.out == "\nMETRIC val_bpb=1.250000\nMETRIC num_steps=3\n"
     assert checkout.read("run.log") == "METRIC val_bpb=1.250000\nMETRIC num_steps=3\n"
     assert git(checkout.root, "status", "--porcelain") == ""
@@ -72,7 +75,7 @@ def test_run_experiment_says_why_there_is_no_score(checkout, tmp_path):
 
 # ---- a run that fails ----
 
-FAILURES = {  # train.py, exit code, what the first line says
+FAILURES = {  # train.py, exit code, what is said first
     "crash": ("print('x'); 1 / 0", 1, "train.py crashed .exit code 1.: ZeroDivisionError"),
     "syntax error": ("def", 1, "crashed .exit code 1.: SyntaxError"),
     "refused knobs": ("print('bad knob'); raise SystemExit(2)", 2, "refused: bad knob"),
@@ -111,7 +114,9 @@ def test_a_failure_has_a_reason_an_exit_code_and_no_number(checkout, name):
     done = checkout.run(source + "\n")
     assert done.returncode == code, done.err
     assert done.out == ""
-    assert re.match(f"autoresearch: .*{reason}", done.err.splitlines()[0]), done.err
+    settings, failure, *_ = done.err.splitlines()
+    assert settings.startswith("autoresearch: profile tiny, data embedded")
+    assert re.match(f"autoresearch: .*{reason}", failure), done.err
 
 
 VOID = {  # what replaces a piece of HONEST, what is said
@@ -239,6 +244,19 @@ def test_the_next_command_ends_what_a_killed_one_left(checkout):
     assert not is_alive(train) and not is_alive(child)
 
 
+def test_processes_are_found_where_there_is_no_proc(monkeypatch):
+    """macOS and BSD: `ps` prints the environment after the command."""
+    listing = (
+        "  12 python train.py HOME=/h\n"
+        "  13 python train.py AUTORESEARCH_RUN_ID=7-ab AUTORESEARCH_CHECKOUT=c0 PATH=/a b\n"
+    )
+    done = subprocess.CompletedProcess([], 0, stdout=listing)
+    monkeypatch.setattr(process, "Path", lambda path: Path("/nowhere", path.lstrip("/")))
+    monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: done)
+    found = {"AUTORESEARCH_RUN_ID": "7-ab", "AUTORESEARCH_CHECKOUT": "c0"}
+    assert list(process.run_processes()) == [(13, found)]
+
+
 def test_a_second_experiment_in_one_checkout_is_refused(checkout):
     gate = "import os, time\nwhile not os.path.exists('gate'):\n    time.sleep(0.02)\n"
     started = "import os\nopen('train', 'w').write(str(os.getpid()))\n"
@@ -348,6 +366,10 @@ def test_files_added_to_or_removed_from_the_harness_count(checkout):
     done = checkout.run()
     assert done.returncode == 2
     assert ": harness/extra.py (added) harness/verdict.py (missing). hint" in done.err
+    assert "git checkout refs/autoresearch/session -- harness/verdict.py'" in done.err
+    for number in range(20):
+        (checkout.root / f"harness/extra{number}.py").touch()
+    assert "and 13 more. hint" in checkout.run().err
 
 
 def test_without_git_it_runs_and_says_what_is_not_checked(checkout):

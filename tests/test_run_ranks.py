@@ -62,7 +62,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_code_and_words(
     train = FAILING.replace("END", end).replace("FAILS", fails)
     done = checkout.run(train, AUTORESEARCH_RANKS="3")
     assert done.returncode == code, done.err
-    assert done.err.splitlines()[0] == f"autoresearch: {message.replace('FAILS', fails)}"
+    assert done.err.splitlines()[1] == f"autoresearch: {message.replace('FAILS', fails)}"
     assert done.err.count(message.replace("FAILS", fails)) == 1
     assert not any(is_alive(checkout.pid(f"pid{rank}")) for rank in range(3))
 
