@@ -13,6 +13,7 @@ from harness.common import UserError
 from harness.git import clean_git_environment
 
 PREFIX = "AUTORESEARCH_"
+SIMILAR = 0.6  # from here on (difflib's ratio) an unknown name counts as a misspelt one
 # Set by the user or by the commands themselves; their values are not checked here.
 OTHERS = ("PYTHON", "RUN_DIR", "RUN_ID", "CHECKOUT", "OWNER")
 
@@ -77,12 +78,13 @@ def check_settings(environment: Mapping[str, str]) -> None:
     """
     for name in SETTINGS:
         read_setting(name, environment)
-    known = [PREFIX + name for name in (*SETTINGS, *OTHERS)]
-    for name in environment:
-        if name.startswith(PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, 1, 0.85)
-            if close:
-                raise UserError(f"{name} is no setting. hint: did you mean {close[0]}?")
+    known = (*SETTINGS, *OTHERS)
+    for variable in environment:
+        name = variable.removeprefix(PREFIX)
+        if name == variable or name in known:
+            continue
+        if close := difflib.get_close_matches(name, known, 1, SIMILAR):
+            raise UserError(f"{variable} is no setting. hint: did you mean {PREFIX}{close[0]}?")
 
 
 def run_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -297,10 +297,20 @@ def test_a_seed_with_leading_zeros_is_that_number(checkout):
     assert checkout.run(AUTORESEARCH_SEED="007").returncode == 0
 
 
-def test_a_misspelt_setting_is_refused():
-    with pytest.raises(UserError, match="did you mean AUTORESEARCH_TIME_BUDGET"):
-        check_settings({"AUTORESEARCH_TIMEBUDGET": "60"})
-    check_settings({"AUTORESEARCH_OF_ANOTHER_TOOL": "1", "AUTORESEARCH_PYTHON": "python3"})
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("TIMEBUDGET", "TIME_BUDGET"), ("BUGET", "TIME_BUDGET"), ("SEEDS", "SEED"), ("RANK", "RANKS")],
+)
+def test_a_misspelt_setting_is_refused(typed, meant):
+    with pytest.raises(
+        UserError, match=f"_{typed} is no setting.*did you mean AUTORESEARCH_{meant}"
+    ):
+        check_settings({f"AUTORESEARCH_{typed}": "60"})
+
+
+def test_variables_of_other_tools_and_our_own_are_no_misspelt_settings():
+    names = ("LOG_DIR", "MAX_ITERATIONS", "PYTHON", "RUN_DIR", "RUN_ID")
+    check_settings({f"AUTORESEARCH_{name}": "1" for name in names})
 
 
 def test_usage_errors_have_code_2(checkout):
