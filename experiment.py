@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent
 TRAIN = ROOT / "train.py"
 LOG = ROOT / "autoresearch.jsonl"
 STATE = ROOT / ".autoresearch"
-FIXED = ("prepare.py", "data.py", "machine.py", "autoresearch.sh", "experiment.py", "pyproject.toml")  # as in autoresearch.sh
+FIXED = ("prepare.py", "data.py", "autoresearch.sh", "experiment.py", "pyproject.toml")  # as in autoresearch.sh
 SESSION = "refs/autoresearch/session"
 TRAILER = "Autoresearch-Run: "  # marks the commits made here, so that one is found again after a kill
 

@@ -1,91 +1,143 @@
-"""What train.py's speed measures bring: python tests/bench_train.py [rounds]. Not a test: prints ratios, asserts nothing.
+"""Compare the speed of two checkouts: python tests/bench_train.py OTHER [--rounds N] [--score].
 
-The same model, weights and batch, trained side by side in one process, a few steps in turn: as it is, and read plainly
-(eager, torch's attention, the loss on all logits at once, an optimizer that takes one matrix after the other).
+Both train side by side, each in its own process, and take turns: while one does a few steps, the
+other one waits. So a machine that is busy with something else slows both by the same. Prints wall
+and CPU seconds per step and of the start (imports, compilation); asserts nothing. With --score
+both are evaluated after the same number of steps, with the schedules that belong to it.
 """
 
+import argparse
+import json
 import os
 import statistics
+import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HERE = Path(__file__).resolve().parent.parent
 
-import torch
-import torch.nn.functional as F
+# Runs train.main() of the checkout in the current folder with a clock that counts steps: it asks
+# over a pipe for the permission to do the next ones, and reports what they took.
+WORKER = """
+import json, os, sys, time
+sys.path.insert(0, ".")
+began = time.perf_counter()
+commands, reports = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
+total = int(sys.argv[3])
+del sys.argv[1:]
+import prepare, train
 
-import machine
-import prepare
-import train
+def used():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+original = prepare.Clock
+
+class PipedClock(original):
+    allowed = count = 0
+
+    def start(self, resumed=0.0):
+        super().start(resumed)
+        self.report(startup=time.perf_counter() - began, startup_cpu=used())
+
+    def report(self, **values):
+        print(json.dumps(values), file=reports, flush=True)
+        self.allowed = int(commands.readline())
+        self.wall, self.cpu, self.done_before = time.perf_counter(), used(), self.count
+
+    def done(self):
+        if self.count - self.done_before == self.allowed and self.count < total:
+            steps = max(1, self.count - self.done_before)
+            wall = (time.perf_counter() - self.wall) / steps
+            self.report(wall=wall, cpu=(used() - self.cpu) / steps)
+        self.count += 1
+        if self.count > total:
+            prepare.Clock = original  # the evaluator refuses a patched module
+        return self.count > total
+
+    def elapsed(self):
+        if self.started is None or self.training_seconds is not None:
+            return super().elapsed()
+        return max(self.count - 0.5, 0) * prepare.TIME_BUDGET / total
+
+prepare.Clock = train.Clock = PipedClock
+train.main()
+"""
 
 
-def plain_step(optimizer):
-    """MuonAdamW.step without stacking or compiling."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state.setdefault(("plain", p), {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "t": 0})
-            state["t"] += 1
-            lr, wd = torch.tensor(group["lr"]), torch.tensor(group["weight_decay"])
-            if group["kind"] == "adamw":
-                train.adamw_update([p], [p.grad], [state["m"]], [state["v"]], [lr], [wd], state["t"], *train.ADAM_BETAS)
-            else:
-                dim = -1 if p.size(0) >= p.size(1) else -2
-                v = state.setdefault("rows", torch.zeros_like(p[None].mean(dim, keepdim=True)))
-                rates = (torch.tensor(group[k]) for k in ("momentum", "beta2"))
-                train.muon_update([p], [p.grad], state["m"][None], v, lr, wd, *rates, optimizer.dtype)
+class Worker:
+    """One checkout, training on command."""
 
+    def __init__(self, folder: Path, steps: int, environment: dict):
+        to_child, commands = os.pipe()
+        reports, from_child = os.pipe()
+        self.commands = commands
+        self.reports = os.fdopen(reports)
+        self.out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(to_child), str(from_child), str(steps)],
+            cwd=folder, env=environment, pass_fds=(to_child, from_child), stdout=self.out,
+        )  # fmt: skip
+        os.close(to_child)
+        os.close(from_child)
+        self.start = self.read()
 
-def build(plain: bool, device, dtype, tokenizer):
-    """A function that trains one step."""
-    torch.manual_seed(prepare.SEED)
-    config = train.build_config(tokenizer.get_vocab_size(), dtype)
-    attend = machine.sdpa_attention if plain else machine.pick_attention(config, device)[0]
-    with torch.device("meta"):
-        model = train.GPT(config, attend)
-    model.init_weights(device)
-    compiled = not plain and not machine.can_compile(device)
-    optimizer = train.build_optimizer(model, dtype, compile=compiled)
-    if compiled:
-        model.compile_parts()
-    x, y, _ = next(prepare.make_dataloader(tokenizer, train.split_batch(1)[1], prepare.MAX_SEQ_LEN, "train"))
+    def read(self) -> dict:
+        return json.loads(self.reports.readline() or "{}")
 
-    def step():
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()) if plain else train.train_loss(model, x, y)
-        loss.backward()
-        with torch.no_grad():
-            plain_step(optimizer) if plain else optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+    def train(self, steps: int) -> dict:
+        os.write(self.commands, f"{steps}\n".encode())
+        return self.read()
 
-    return step, model.flops_per_token(), x.numel()
+    def finish(self) -> list[str]:
+        """The METRIC lines."""
+        self.process.wait()
+        self.out.seek(0)
+        return [line for line in self.out.read().splitlines() if line.startswith("METRIC")]
 
 
 def main() -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(prepare.ROOT / "compiled")
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    device, tokenizer = prepare.get_device(), prepare.Tokenizer.from_directory()
-    dtype = machine.compute_dtype(device)
-    steps = {}
-    for name in ("as it is", "plain"):
-        steps[name], flops, tokens = build(name == "plain", device, dtype, tokenizer)
-        print(f"{name:<10} loss of the first steps {steps[name]():.4f} {steps[name]():.4f}", flush=True)
-    seconds, peaks = {name: [] for name in steps}, []
-    for _ in range(rounds):
-        peaks.append(machine.peak_flops(device, dtype)[0])
-        for name, step in steps.items():
-            for _ in range(3):
-                start = time.perf_counter()
-                step()
-                prepare.synchronize()
-                seconds[name].append(time.perf_counter() - start)
-    peak = statistics.median(peaks)
-    speeds = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
-    for name, speed in speeds.items():
-        print(f"{name:<10} {speed / 1e3:7.1f} k tokens/s   mfu {100 * flops * speed / peak:5.1f}% of {peak / 1e12:.2f} TFLOP/s")
-    print(f"ratio to plain   {speeds['as it is'] / speeds['plain']:.2f} times the tokens/s")
-    print(f"ratio to peak    {flops * speeds['as it is'] / peak:.3f} (mfu)")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("other", type=Path, help="the checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3, help="steps per turn")
+    parser.add_argument("--score", action="store_true", help="evaluate both at the end")
+    args = parser.parse_args()
+    folders = {"this": HERE, "other": args.other.resolve()}
+    workers, taken = {}, {name: [] for name in folders}
+    caches = tempfile.TemporaryDirectory()
+    total = args.rounds * args.steps + 1  # the last one only ends the loop
+    for name, folder in folders.items():
+        cold = Path(caches.name, name)  # an empty folder for compiled code, the same data
+        cold.mkdir()
+        root = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
+        for path in root.iterdir():
+            if path.name != "compiled":
+                (cold / path.name).symlink_to(path)
+        environment = os.environ | {"AUTORESEARCH_CACHE": str(cold), "PYTHONPATH": str(folder)}
+        workers[name] = Worker(folder, total, environment)
+        start = workers[name].start
+        print(f"{name:<6} cold start {start['startup']:.1f} s, CPU {start['startup_cpu']:.1f} s")
+    for _ in range(args.rounds):
+        for name, worker in workers.items():
+            if report := worker.train(args.steps):
+                taken[name].append(report)
+    for kind in ("wall", "cpu"):
+        medians = {n: statistics.median(r[kind] for r in reports) for n, reports in taken.items()}
+        pairs = zip(*(taken[name] for name in folders), strict=False)
+        ratios = sorted(mine[kind] / other[kind] for mine, other in pairs)
+        spread = statistics.stdev(ratios) / len(ratios) ** 0.5
+        ratio = statistics.median(ratios)
+        shown = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in medians.items())
+        print(f"{kind:<6} per step: {shown}; ratio {ratio:.3f} +- {spread:.3f}")
+    for name, worker in workers.items():
+        if args.score:
+            worker.train(1)
+            print(f"{name:<6} {'; '.join(worker.finish())}")
+        else:
+            worker.process.kill()
+            worker.process.wait()
 
 
 if __name__ == "__main__":

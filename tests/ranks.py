@@ -1,8 +1,12 @@
-"""train.py on a tiny eager model, for tests: python tests/ranks.py STEPS [DRILL [options of train.py ...]].
+"""train.py on a tiny eager model, for tests: python tests/ranks.py STEPS [DRILL [options ...]].
 
-STEPS 0: until the time is up. The schedules see a progress fixed at 0.2, so that the losses do not depend on the machine's
-speed. DRILL: "oom:N" is a device on which more than N rows, or (N = 0) anything without activation checkpointing, runs out
-of memory; "die" and "void" on rank 1; "kill:N" is a clock that counts steps, for schedules and all else, and kill -9 after N.
+STEPS 0: until the time is up. The schedules see a progress fixed at 0.2, so that the losses do not
+depend on the machine's speed. The drills:
+    oom:N   a device on which more than N rows run out of memory; N = 0: anything without
+            activation checkpointing does
+    die     rank 1 ends without a word; void: the evaluator refuses its model
+    nan     the loss of rank 1 is NaN from the third step on
+    kill:N  a clock that counts steps, for schedules and all else, and kill -9 after N of them
 """
 
 import os
@@ -13,62 +17,95 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import machine
 import prepare
 import train
+from harness import device as machine
 
-steps, drill = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
-sys.argv[1:] = sys.argv[3:]
-knobs = dict(COMPILE=False, DEPTH=2, ASPECT_RATIO=16, HEAD_DIM=16, TOTAL_BATCH_SIZE=4096, DEVICE_BATCH_SIZE=8)
-knobs |= dict(EMBEDDING_LR=0.01, UNEMBEDDING_LR=0.001, SCALAR_LR=0.01, MATRIX_LR=0.005)  # rounding stays small
-for name, value in knobs.items():
-    setattr(train, name, value)
-machine.compute_dtype = lambda device: torch.float32
-machine.peak_flops = lambda device, dtype: (1e12, "fixed")
-# orthogonalization blows rounding up to full size where a gradient has no direction, as in the first steps: not here
-train.orthogonalize = lambda g, dtype: g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-6)
-schedules, loss_of = train.set_schedules, train.train_loss
-if not drill.startswith("kill"):
-    train.set_schedules = lambda optimizer, progress, step: schedules(optimizer, 0.2, step)
-rank = int(os.environ.get("RANK", 0))
+STEPS = int(sys.argv[1])
+DRILL = sys.argv[2] if len(sys.argv) > 2 else ""
+RANK = int(os.environ.get("RANK", 0))
+COUNTED = DRILL.startswith("kill")
+KNOBS = {
+    "COMPILE": False,
+    "DEPTH": 2,
+    "ASPECT_RATIO": 16,
+    "HEAD_DIM": 16,
+    "TOTAL_BATCH_SIZE": 4096,
+    "DEVICE_BATCH_SIZE": 8,
+    "EMBEDDING_LR": 0.01,  # low rates: rounding stays small
+    "UNEMBEDDING_LR": 0.001,
+    "LAMBDA_LR": 0.01,
+    "RESID_LR": 0.0001,
+    "SHIFT_LR": 0.001,
+    "MATRIX_LR": 0.005,
+    "CHECKPOINT_EVERY": 4.5 * prepare.TIME_BUDGET / (STEPS or 1),
+    "PREVIEW_EVERY": prepare.TIME_BUDGET / 3.5,
+}
 
 
-class Steps(prepare.Clock):
+class CountingClock(prepare.Clock):
+    """Ends after STEPS steps; with the drill kill:N its seconds are steps, too."""
+
+    def start(self, resumed: float = 0.0):
+        super().start(resumed)
+        self.count = round(resumed * STEPS / prepare.TIME_BUDGET - 0.5) if resumed else -1
+
     def done(self):
         self.count += 1
-        if drill == "die" and rank == 1 and self.count == 3:
+        if DRILL == "die" and RANK == 1 and self.count == 3:
             os._exit(9)
-        if drill == f"kill:{self.count}":
+        if COUNTED and DRILL.removeprefix("kill:") == str(self.count):
             os.kill(os.getpid(), 9)
         over = super().done()
-        return self.count == steps if steps else over
-
-    def start(self, used=0.0):
-        super().start(used)
-        self.count = int(used * steps / prepare.TIME_BUDGET) if used else -1
+        return self.count == STEPS if STEPS else over
 
     def elapsed(self):
-        counted = drill.startswith("kill") and self.started is not None
-        return (self.count + 0.5) * prepare.TIME_BUDGET / steps if counted else super().elapsed()
+        if COUNTED and self.started is not None:
+            return (self.count + 0.5) * prepare.TIME_BUDGET / STEPS
+        return super().elapsed()
 
 
-def limited(model, x, y):
-    limit = int(drill[4:])
-    if len(x) > max(limit, 1) or (limit == 0 and not model.checkpointing):
-        raise torch.OutOfMemoryError("CUDA out of memory (drill)")
-    return loss_of(model, x, y)
+class DrilledGPT(train.GPT):
+    """The model, with the fault of the drill."""
+
+    calls = 0
+
+    def forward(self, idx, targets=None):
+        if DRILL.startswith("oom") and targets is not None:
+            limit = int(DRILL[4:])
+            if len(idx) > max(limit, 1) or (limit == 0 and not self.checkpointing):
+                raise torch.OutOfMemoryError("CUDA out of memory (drill)")
+        self.calls += 1
+        out = super().forward(idx, targets)
+        if RANK == 1 and DRILL == "void" and targets is None:
+            out = out + float("nan")
+        if RANK == 1 and DRILL == "nan" and self.calls > 4:
+            out = out * float("nan")
+        return out
 
 
-class Void(train.GPT):
-    def forward(self, idx):
-        return super().forward(idx) + (float("nan") if rank == 1 else 0.0)
+def set_schedules_at_a_fixed_progress(optimizer, progress, step):
+    set_schedules(optimizer, 0.2, step)
 
 
-train.Clock = Steps
-train.CHECKPOINT_EVERY, train.PREVIEW_EVERY = 4.5 * prepare.TIME_BUDGET / (steps or 1), prepare.TIME_BUDGET / 3.5
-if drill.startswith("oom"):
-    train.train_loss = limited
-if drill == "void":
-    train.GPT = Void
-train.main()
-print(f"rank {rank} did {prepare._run.timed_steps + prepare._run.untimed_steps} steps", file=sys.stderr)
+def normalize(g, dtype):
+    """Orthogonalization blows rounding up where a gradient has no direction, as in first steps."""
+    return g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = sys.argv[3:]
+    for name, value in KNOBS.items():
+        setattr(train, name, value)
+    machine.compute_dtype = lambda device: torch.float32
+    machine.peak_flops = lambda device, dtype: (1e12, "fixed")
+    set_schedules = train.set_schedules
+    if not COUNTED:
+        train.set_schedules = set_schedules_at_a_fixed_progress
+    train.orthogonalize = normalize
+    train.Clock = CountingClock
+    train.GPT = DrilledGPT
+    with train.exit_codes():
+        train.main()
+    steps = prepare._run.timed_steps + prepare._run.untimed_steps
+    print(f"rank {RANK} did {steps} steps", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Backends, precision, memory and many ranks; the tests marked gpu need an NVIDIA card: python -m pytest -m gpu."""
+"""Backends, precision, peaks, memory and ranks. Tests marked gpu need a card: pytest -m gpu."""
 
 import json
 import math
@@ -6,123 +6,86 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_train import brute_attention, small_model
-from torch.utils.flop_counter import FlopCounterMode
+from helpers import ROOT
+from test_train import small_model
 
-import machine
 import prepare
 import train
+from harness import attention, exit_codes, parameters, training_log
+from harness import device as machine
 
-REPO = Path(__file__).resolve().parent.parent
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+CPU = torch.device("cpu")
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
 
-
-# ---------------------------------------------------------------------------- attention
-
-
-def test_a_short_window_costs_less():
-    q = torch.randn(1, 512, 2, 8)
-    counts = {}
-    for window in (16, 128, 512):
-        with FlopCounterMode(display=False) as counter:
-            machine.plain_attention(q, q, q, window)
-        counts[window] = counter.get_total_flops()
-    assert counts[16] < counts[128] / 2 < counts[512] / 4
+# ---------------------------------------------------------------------------- which attention
 
 
-@pytest.mark.parametrize("window", [0, 5, 100, 199])
-@pytest.mark.parametrize("attend", [machine.sdpa_attention, machine.plain_attention])
-def test_blocks_equal_one_mask(attend, window):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 200, h, 16, requires_grad=True) for h in (4, 2, 2))
-    distance = torch.arange(200)[:, None] - torch.arange(200)
-    mask = (distance >= 0) & (distance <= window)
-    heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    want = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-    got, weights = attend(q, k, v, window), torch.randn(2, 200, 4, 16)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
-    for a, b in zip(torch.autograd.grad((got * weights).sum(), (q, k, v)),
-                    torch.autograd.grad((want * weights).sum(), (q, k, v)), strict=True):  # fmt: skip
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+def pick(wanted="auto", **backends):
+    config = small_model().config
+    return attention.pick_attention(train.ATTENTION_BACKENDS | backends, wanted, config, CPU)
 
 
-def fake_varlen(q, k, v, starts, ends, longest_q, longest_k, window_size, enable_gqa):
-    """What varlen_attn's documentation says, row by row."""
-    assert starts.dtype == torch.int32 and window_size[1] == 0 and enable_gqa == (q.size(1) != k.size(1))
-    rows = zip(starts.tolist(), ends.tolist()[1:], strict=False)
-    return torch.cat([brute_attention(q[None, a:b], k[None, a:b], v[None, a:b], window_size[0])[0].float() for a, b in rows])
+def test_the_first_backend_that_works_is_named_with_the_reason():
+    assert pick() == (train.plain_attention, "plain (cpu, float32)")
+    assert pick("sdpa") == (train.sdpa_attention, "sdpa (set by ATTENTION)")
 
 
-def test_flash_packs_the_rows(monkeypatch):
-    monkeypatch.setattr(machine, "varlen_attn", fake_varlen)
-    q, k, v = (torch.randn(3, 12, h, 8) for h in (4, 2, 2))
-    torch.testing.assert_close(machine.flash_attention(q, k, v, 4).double(), brute_attention(q, k, v, 4), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("name", ["fa3", "flash", "flush"])
+def test_a_backend_that_does_not_run_is_replaced_and_named(name):
+    function, why = pick(name)
+    assert function is train.sdpa_attention
+    assert f"no {name}: " in why
 
 
-def test_backends_are_tried_and_the_reason_is_shown(monkeypatch):
-    config, cpu = small_model().config, torch.device("cpu")
-    pick = lambda wanted="auto": machine.pick_attention(config, cpu, wanted)  # noqa: E731
-    assert pick() == (machine.plain_attention, "plain (cpu, float32)")
-    assert pick("sdpa") == (machine.sdpa_attention, "sdpa (set by ATTENTION)")
-    for name, reason in (("fa3", "no fa3: "), ("flash", "no flash: "), ("flush", "no flush: KeyError")):
-        attend, why = pick(name)
-        assert attend is machine.sdpa_attention and reason in why
-    wider = lambda q, k, v, window: machine.plain_attention(q, k, v, window + 1)  # noqa: E731
-    no_gradient = lambda q, k, v, window: machine.plain_attention(q, k.detach() + 0 * k, v, window)  # noqa: E731
-    for wrong in (wider, no_gradient):
-        monkeypatch.setitem(machine.BACKENDS, "flash", wrong)
-        assert pick("flash")[0] is machine.sdpa_attention and "wrong numbers" in pick("flash")[1]
+def a_wider_window(q, k, v, window):
+    return train.plain_attention(q, k, v, window + 1)
 
 
-# ---------------------------------------------------------------------------- loss
+def no_gradient_of_k(q, k, v, window):
+    return train.plain_attention(q, k.detach() + 0 * k, v, window)
 
 
-@pytest.mark.parametrize("n", [1, 40, 16 * 40000])
-def test_chunked_loss_equals_the_whole(n):
-    torch.manual_seed(0)
-    vocab = 61 if n < 1000 else 7
-    x, weight = torch.randn(n, 4, requires_grad=True), (5 * torch.randn(vocab, 4)).requires_grad_()
-    y = torch.randint(vocab, (n,))
-    whole = F.cross_entropy(train.softcap(x @ weight.T), y)
-    mine = train.ChunkedLoss.apply(x, weight, y)
-    torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
-    for a, b in zip(torch.autograd.grad(3 * mine, (x, weight)), torch.autograd.grad(3 * whole, (x, weight)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+@pytest.mark.parametrize("wrong", [a_wider_window, no_gradient_of_k])
+def test_a_backend_that_computes_something_else_is_not_used(wrong):
+    function, why = pick("flash", flash=wrong)
+    assert function is train.sdpa_attention
+    assert "no flash: ValueError: wrong numbers" in why
 
 
-def test_no_chunk_holds_all_logits(monkeypatch):
-    sizes, softcap = [], train.softcap
-    monkeypatch.setattr(train, "softcap", lambda z: sizes.append(len(z)) or softcap(z))
-    x = torch.zeros(4096, 2, requires_grad=True)
-    train.ChunkedLoss.apply(x, torch.zeros(20000, 2, requires_grad=True), torch.zeros(4096, dtype=torch.int64))
-    assert max(sizes) == 256 and sum(sizes) == 4096
+def test_plain_is_the_last_resort():
+    def broken(q, k, v, window):
+        raise RuntimeError("this GPU has no kernel for that")
+
+    for wanted in ("auto", "sdpa"):
+        function, why = pick(wanted, sdpa=broken)
+        assert function is train.plain_attention
 
 
-def test_checkpointing_changes_no_gradient():
-    model, x = small_model(), torch.randint(61, (2, 24))
-    grads = []
-    for model.checkpointing in (False, True):
-        model.zero_grad()
-        train.train_loss(model, x, x).backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-# ---------------------------------------------------------------------------- precision, peaks
+# ---------------------------------------------------------------------------- precision
 
 
 @pytest.mark.parametrize(
     "native, capability, dtype",
-    [(True, (8, 0), torch.bfloat16), (False, (7, 5), torch.float16), (False, (6, 1), torch.float32)],
+    [
+        (True, (8, 0), torch.bfloat16),
+        (False, (7, 5), torch.float16),
+        (False, (6, 1), torch.float32),
+    ],
 )
 def test_precision_follows_the_hardware(monkeypatch, native, capability, dtype):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    def is_bf16_supported(including_emulation=True):
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     assert machine.compute_dtype(torch.device("cuda")) == dtype
     assert machine.compute_dtype(torch.device("mps")) == torch.float32
@@ -131,75 +94,247 @@ def test_precision_follows_the_hardware(monkeypatch, native, capability, dtype):
 def test_the_residual_stream_keeps_its_dtype():
     model = small_model(dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert model.trunk(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.bfloat16
+        hidden = model.hidden_states(torch.zeros(1, 8, dtype=torch.int64))
+    assert hidden.dtype == torch.bfloat16
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale():
+def test_an_overflow_skips_the_step_of_every_parameter_and_halves_the_scale():
     model = small_model()
-    optimizer = train.build_optimizer(model, torch.float32, compile=False)
+    optimizer = train.build_optimizer(model, torch.float32, compiled=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    before = [p.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     x = torch.randint(61, (2, 24))
     for overflow in (True, False):
-        scaler.scale(train.train_loss(model, x, x)).backward()
+        scaler.scale(model(x, x)).backward()
         if overflow:
             model.lm_head.weight.grad[0, 0] = math.inf
         scaler.step(optimizer)
         scaler.update()
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        assert same == overflow and scaler.get_scale() == 2.0**9
-        if not overflow:  # unscaled in place: what grad_norms then reads
-            norms = train.grad_norms(optimizer)
-            model.zero_grad()
+        assert same == overflow
+        assert scaler.get_scale() == 2.0**9
         model.zero_grad()
-    for p, b in zip(model.parameters(), before, strict=True):
-        p.data.copy_(b)
-    train.train_loss(model, x, x).backward()
-    assert norms["adamw"].item() == pytest.approx(train.grad_norms(optimizer)["adamw"].item(), rel=1e-4)
+
+
+def test_recorded_norms_are_those_of_unscaled_gradients():
+    model = small_model()
+    optimizer = train.build_optimizer(model, torch.float32, compiled=False)
+    x = torch.randint(61, (2, 24))
+    model(x, x).backward()
+    want = {kind: norm.item() for kind, norm in training_log.grad_norms(optimizer).items()}
+    model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(model(x, x)).backward()
+    scaler.step(optimizer)  # unscales in place
+    norms = training_log.grad_norms(optimizer)
+    assert {kind: norm.item() for kind, norm in norms.items()} == pytest.approx(want, rel=1e-4)
+    assert set(want) == {"muon", "adamw"}
+
+
+# ---------------------------------------------------------------------------- peak rates
 
 
 @pytest.mark.parametrize(
     "name, tflops",
     [
-        ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H200", 989.5), ("NVIDIA H800", 989.5),
-        ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A10", 125.0), ("NVIDIA A10G", 70.0), ("NVIDIA L4", 121.0),
-        ("NVIDIA L40S", 362.05), ("NVIDIA GeForce RTX 3090", 71.0), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA B200", 2250.0),
-        ("NVIDIA GeForce RTX 5090", 209.5), ("NVIDIA RTX 6000 Ada Generation", 364.2), ("NVIDIA GB10", 125.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 NVL", 836.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 3090", 71.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("Tesla V100-PCIE-32GB", 112.0),
+        ("Tesla T4", 65.0),
         ("AMD Instinct MI300X", 1307.4),
     ],
-)  # fmt: skip
-def test_peaks_by_device_name(monkeypatch, name, tflops):
+)
+def test_peaks_by_device_name(name, tflops):
+    assert machine.peak_by_name(name)[0] == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000",
+        "Quadro T400",
+        "NVIDIA T400 4GB",
+        "NVIDIA A10G",
+        "NVIDIA L40",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "A card of the future",
+    ],
+)
+def test_no_peak_is_claimed_for_a_card_that_has_another_one(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
-    assert machine.peak_flops(torch.device("cuda"), torch.bfloat16)[0] == tflops * 1e12
+    peak, text = machine.peak_flops(torch.device("cuda"), torch.bfloat16)
+    assert peak is None
+    assert name in text
 
 
-def test_unknown_peaks_are_measured():
-    peak, source = machine.peak_flops(torch.device("cpu"), torch.float32)
-    assert 1e9 < peak < 1e15 and source.startswith("measured")
+def test_without_a_peak_no_mfu_is_printed(capsys):
+    log = training_log.TrainingLog(CPU, 4096, 10.0, 15.0, 1000, peak_flops=None)
+    log.print_progress(3, 2.0, epoch=1)
+    training_log.print_summary({"val_bpb": 1.0, "mfu_percent": log.mfu(2048.0)})
+    assert "mfu" not in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------- whole runs: ranks, memory
+def test_the_peak_of_a_cpu_is_measured():
+    peak, text = machine.peak_flops(CPU, torch.float32)
+    assert 1e9 < peak < 1e15
+    assert "measured" in text
 
 
-def train_on(env, folder, world, *args, **changes):
-    """(exit code, stdout, stderr, losses by step, recorded score or None) of tests/ranks.py on that many ranks."""
-    folder.mkdir()
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
-    command = [sys.executable, *launch, str(REPO / "tests/ranks.py"), *map(str, args)]
-    done = subprocess.run(command, env=env | {"AUTORESEARCH_RUN_DIR": str(folder)} | changes, cwd=folder, capture_output=True,
-                          text=True, timeout=150)  # fmt: skip
-    lines = lambda name: [json.loads(t) for t in (folder / name).read_text().splitlines()] if (folder / name).exists() else []  # noqa: E731
-    scores = lines("eval.jsonl")
+# ---------------------------------------------------------------------------- untrained parameters
+
+
+def test_a_parameter_without_first_value_is_refused_by_name(monkeypatch):
+    class Gain(train.MLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.gain = torch.nn.Parameter(torch.empty(()))
+
+    monkeypatch.setattr(train, "MLP", Gain)
+    with pytest.raises(prepare.UserError, match=r"no first value: blocks.0.mlp.gain, .*hint"):
+        small_model()
+
+
+def test_tied_parameters_stay_tied_and_are_refused_in_two_groups(monkeypatch):
+    class Tied(train.GPT):
+        def __init__(self, config, attend):
+            super().__init__(config, attend)
+            self.lm_head.weight = self.wte.weight
+
+    monkeypatch.setattr(train, "GPT", Tied)
+    model = small_model()
+    assert model.lm_head.weight is model.wte.weight
+    message = r"in two groups of the optimizer: wte.weight \(= lm_head.weight\)"
+    with pytest.raises(prepare.UserError, match=message):
+        train.build_optimizer(model, torch.float32, compiled=False)
+
+
+def test_a_parameter_in_no_group_is_refused_by_name_or_frozen_on_purpose():
+    model = small_model()
+    model.extra = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(prepare.UserError, match="in no group of the optimizer: extra. hint"):
+        train.build_optimizer(model, torch.float32, compiled=False)
+    model.extra.requires_grad_(False)
+    train.build_optimizer(model, torch.float32, compiled=False)
+
+
+def test_unchanged_parameters_are_found_bit_for_bit():
+    model = small_model()
+    before = parameters.fingerprints(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name not in ("wte.weight", "backout_lambda"):
+                p.view(-1)[0] += 1e-3
+    assert parameters.unchanged(model, before) == ["backout_lambda", "wte.weight"]
+
+
+# ---------------------------------------------------------------------------- exit codes
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (prepare.UserError("bad knob"), 2),
+        (exit_codes.Diverged("loss nan"), 3),
+        (torch.OutOfMemoryError("CUDA out of memory"), 4),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), 4),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4),
+        (MemoryError(), 4),
+        (prepare.VoidScore("it sees the future"), 5),
+        (RuntimeError("shape mismatch"), None),
+        (KeyError("x"), None),
+    ],
+)
+def test_each_error_has_its_exit_code(error, code):
+    assert exit_codes.exit_code(error) == code
+
+
+@pytest.mark.parametrize("place", ["forward", "optimizer"])
+def test_out_of_memory_is_seen_in_the_optimizer_too(place):
+    model = small_model()
+    optimizer = train.build_optimizer(model, torch.float32, compiled=False)
+
+    def trial_step():
+        model(torch.randint(61, (1, 24))).sum().backward()
+        if place == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        optimizer.step()
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    assert not machine.fits(trial_step, optimizer)
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_sums_over_ranks_have_a_cpu_backend_on_cuda():
+    # with "nccl" alone, the clock's sum of a CPU number fails at the first step
+    assert machine.backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert machine.backend_for(CPU) == "gloo"
+
+
+# ---------------------------------------------------------------------------- runs: ranks, memory
+
+
+@dataclass
+class Result:
+    """What tests/ranks.py did."""
+
+    code: int
+    out: str
+    err: str
+    losses: list[float]  # by step
+    score: float | None
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(t) for t in path.read_text().splitlines()] if path.exists() else []
+
+
+def train_in(folder: Path, env: dict, *args, world: int = 1) -> Result:
+    """Run tests/ranks.py on that many ranks, in a new folder."""
+    folder.mkdir(parents=True)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command = [sys.executable, *(launch if world > 1 else []), str(ROOT / "tests/ranks.py")]
+    done = subprocess.run(
+        [*command, *map(str, args)], cwd=folder, capture_output=True, text=True, timeout=300,
+        env=env | {"AUTORESEARCH_RUN_DIR": str(folder)},
+    )  # fmt: skip
+    scores = read_lines(folder / "eval.jsonl")
     assert len(scores) <= 1
-    return done.returncode, done.stdout, done.stderr, [r["loss"] for r in lines("steps.jsonl")], scores and scores[0]["val_bpb"]
+    losses = [record["loss"] for record in read_lines(folder / "steps.jsonl")]
+    score = scores[0]["val_bpb"] if scores else None
+    return Result(done.returncode, done.stdout, done.stderr, losses, score)
 
 
 @pytest.fixture(scope="module")
-def alone(short, tmp_path_factory):
-    env = short | {"AUTORESEARCH_TIME_BUDGET": "3"}  # a short budget: every step is recorded
-    code, out, err, losses, score = train_on(env, tmp_path_factory.mktemp("alone") / "run", 1, 5)
-    assert code == 0, err
-    return env, losses, score
+def brief(short) -> dict:
+    """A short budget: every step is recorded."""
+    return short | {"AUTORESEARCH_TIME_BUDGET": "3"}
+
+
+@pytest.fixture(scope="module")
+def alone(brief, tmp_path_factory) -> Result:
+    result = train_in(tmp_path_factory.mktemp("alone") / "run", brief, 5)
+    assert result.code == 0, result.err
+    return result
 
 
 @pytest.mark.slow
@@ -208,72 +343,79 @@ def alone(short, tmp_path_factory):
     [
         (2, "", "= 2 ranks x 1 x 8 rows x 256"),
         (4, "", "= 4 ranks x 1 x 4 rows x 256"),
-        (2, "oom:3", "out of memory: 2 rows at a time\nbatch      4096 tokens = 2 ranks x 4 x 2 rows x 256"),
-        (1, "oom:0", "1 rows at a time, activation checkpointing\nbatch      4096 tokens = 1 ranks x 16 x 1 rows x 256"),
+        (2, "oom:3", "out of memory: 2 rows at a time\nbatch      4096 tokens = 2 ranks x 4 x 2"),
+        (1, "oom:0", "out of memory: 1 rows at a time, activation checkpointing\nbatch      4096"),
     ],
 )
-def test_ranks_and_small_memory_change_no_result(alone, tmp_path, world, drill, shown):
-    env, want, score = alone
-    code, out, err, losses, mine = train_on(env, tmp_path / "run", world, 5, drill)
-    assert code == 0 and len(losses) == len(want) == 5, err
-    assert mine == pytest.approx(score, rel=1e-5)
-    assert losses == pytest.approx(want, rel=5e-6)
-    assert out.count("METRIC val_bpb=") == out.count("attention  ") == 1
-    assert shown in out
+def test_ranks_and_small_memory_change_no_result(brief, alone, tmp_path, world, drill, shown):
+    result = train_in(tmp_path / "run", brief, 5, drill, world=world)
+    assert result.code == 0, result.err
+    assert result.losses == pytest.approx(alone.losses, rel=5e-6)
+    assert result.score == pytest.approx(alone.score, rel=1e-5)
+    assert result.out.count("METRIC val_bpb=") == result.out.count("attention  ") == 1
+    assert shown in result.out
 
 
 @pytest.mark.slow
-def test_ranks_stop_together(short, tmp_path):
-    code, out, err, losses, score = train_on(short, tmp_path / "run", 2, 0, AUTORESEARCH_TIME_BUDGET="3")
-    assert code == 0 and score
-    counts = re.findall(r"rank \d did (\d+) steps", err)
-    assert len(counts) == 2 and len(set(counts)) == 1 and int(counts[0]) > 0
+def test_ranks_stop_together(brief, tmp_path):
+    result = train_in(tmp_path / "run", brief, 0, world=2)
+    assert result.code == 0
+    assert result.score
+    counts = re.findall(r"rank \d did (\d+) steps", result.err)
+    assert len(counts) == 2
+    assert len(set(counts)) == 1
+    assert int(counts[0]) > 0
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_all(short, tmp_path):
-    code, out, err, losses, score = train_on(short, tmp_path / "run", 2, 0, "die")  # would run for 300 s
-    assert code != 0 and not score and "METRIC" not in out
-    assert re.search(r"exitcode\s*:\s*9", err) and "rank      : 1" in err
+    result = train_in(tmp_path / "run", short, 0, "die", world=2)  # would run for 300 s
+    assert result.code != 0
+    assert result.score is None
+    assert "METRIC" not in result.out
+    assert re.search(r"exitcode\s*:\s*9", result.err)
+    assert "rank      : 1" in result.err
 
 
 @pytest.mark.slow
 def test_a_model_refused_on_one_rank_is_refused(short, tmp_path):
-    code, out, err, losses, score = train_on(short, tmp_path / "run", 2, 2, "void")
-    assert code != 0 and not score and "METRIC" not in out and "VoidScore: the logits contain NaN" in err
+    result = train_in(tmp_path / "run", short, 2, "void", world=2)
+    assert result.code != 0
+    assert result.score is None
+    assert "VoidScore: the logits contain NaN" in result.err
 
 
-def test_the_batch_is_divided_over_ranks_or_refused(monkeypatch):
-    for name, value in dict(MAX_SEQ_LEN=256, TOTAL_BATCH_SIZE=4096 * 3, DEVICE_BATCH_SIZE=16).items():
-        monkeypatch.setattr(train, name, value)
-    assert [train.split_batch(world) for world in (1, 3, 6)] == [(48, 16), (16, 16), (8, 8)]
-    with pytest.raises(prepare.UserError, match=r"12288 .* 9 rows x 256 tokens x 5 ranks = 11520.*11520 or 23040"):
-        train.split_batch(5)
+@pytest.mark.slow
+def test_a_loss_that_is_nan_on_one_rank_ends_all(short, tmp_path):
+    result = train_in(tmp_path / "run", short, 0, "nan", world=2)
+    assert result.code != 0
+    assert result.score is None
+    assert re.search(r"Diverged: loss nan at step \d", result.err)
 
 
-# ---------------------------------------------------------------------------- on a GPU: never run so far
+# ---------------------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.parametrize("name", ["fa3", "flash", "sdpa", "plain"])
+@pytest.mark.parametrize("name", list(train.ATTENTION_BACKENDS))
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("window", [0, 1, 16, 100, 200])
-class TestGpu:
+class TestBackendsOnAGpu:
     pytestmark = gpu
 
-    def test_backend_equals_brute_force(self, name, group, window):
+    def test_backend_equals_plain(self, name, group, window):
         if name == "fa3" and torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("no Hopper GPU")
-        attend = machine.load_fa3() if name == "fa3" else machine.BACKENDS[name]
-        like = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        q, k, v = (torch.randn(2, 200, h, 64, **like) for h in (4, 4 // group, 4 // group))
-        y, want = torch.compile(attend)(q, k, v, window), machine.plain_attention(*(t.float() for t in (q, k, v)), window)
+        made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+        qkv = [torch.randn(2, 200, h, 64, **made) for h in (4, 4 // group, 4 // group)]
+        y = torch.compile(train.ATTENTION_BACKENDS[name])(*qkv, window)
+        want = train.plain_attention(*(t.float() for t in qkv), window)
         torch.testing.assert_close(y.float(), want, atol=0.03, rtol=0.03)
-        mine, theirs = (torch.autograd.grad(t.float().square().sum(), (q, k, v)) for t in (y, want))
-        for a, b in zip(mine, theirs, strict=True):
-            assert (a - b).norm() <= 0.03 * b.norm()
+        results = (torch.autograd.grad(t.float().square().sum(), qkv) for t in (y, want))
+        for mine, plain in zip(*results, strict=True):
+            assert (mine - plain).norm() <= 0.03 * plain.norm()
 
 
-class TestGpuRun:
+class TestRunOnAGpu:
     pytestmark = gpu
 
     def test_stream_and_loss_on_the_device(self):
@@ -282,20 +424,29 @@ class TestGpuRun:
         model = small_model(dtype=dtype).to(device)
         x = torch.randint(61, (4, 24), device=device)
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            assert model.trunk(x).dtype == dtype
-            model(x)
-            loss = train.train_loss(model, x, x)
+            assert model.hidden_states(x).dtype == dtype
+            loss = model(x, x)
             whole = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
         assert loss.item() == pytest.approx(whole.item(), rel=1e-2)
-        optimizer = train.build_optimizer(model, dtype, compile=True)
+        optimizer = train.build_optimizer(model, dtype, compiled=True)
         loss.backward()
         optimizer.step()
         assert all(p.isfinite().all() for p in model.parameters())
 
     def test_real_memory_runs_out_and_is_halved(self, prepared, tmp_path):
-        env = os.environ | {k: v for k, v in prepared.items() if k.startswith("AUTORESEARCH_")}
+        env = {k: v for k, v in prepared.items() if k.startswith("AUTORESEARCH_")}
         env |= {"AUTORESEARCH_TIME_BUDGET": "5", "AUTORESEARCH_RUN_DIR": str(tmp_path)}
-        code = "import torch, train; torch.cuda.set_per_process_memory_fraction(0.01); train.COMPILE = False; "
-        code += "train.TOTAL_BATCH_SIZE, train.DEVICE_BATCH_SIZE = 2**20, 4096; train.main()"
-        done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=env, capture_output=True, text=True)
-        assert done.returncode == 0 and "rows at a time" in done.stdout and "METRIC val_bpb" in done.stdout, done.stderr
+        code = (
+            "import torch, train; torch.cuda.set_per_process_memory_fraction(0.01)\n"
+            "train.COMPILE = False\n"
+            "train.TOTAL_BATCH_SIZE = 2**20\n"
+            "train.DEVICE_BATCH_SIZE = 4096\n"
+            "train.main()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, capture_output=True,
+            text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "rows at a time" in done.stdout
+        assert "METRIC val_bpb" in done.stdout

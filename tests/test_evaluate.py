@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import machine
 import prepare
 import train
 from data import save_tokenizer, train_tokenizer
+from harness import parameters
 from harness.common import file_hash, write_atomic
 from harness.known_answers import FunctionModel
 from prepare import UserError, VoidScore, evaluate_bpb
@@ -45,11 +45,11 @@ def cache(tmp_path, monkeypatch, use_settings):
 def honest(vocab_size, seed=0, **changes):
     torch.manual_seed(seed)
     config = dict(vocab_size=vocab_size, seq_len=T, n_layer=2, n_head=2, n_kv_head=1, n_embd=64, window_pattern="SL") | changes
-    attend = changes.pop("attend", machine.sdpa_attention)
+    attend = changes.pop("attend", train.sdpa_attention)
     config.pop("attend", None)
     with torch.device("meta"):
         model = train.GPT(train.GPTConfig(**config), attend)
-    model.init_weights("cpu")
+    parameters.initialize(model, torch.device("cpu"))
     with torch.no_grad():  # as after training: nothing is zero
         for p in model.parameters():
             if p.dim() > 1:
@@ -292,7 +292,7 @@ def test_no_false_alarm_in_200_honest_models(cache, monkeypatch):
         model = honest(
             V, seed, n_layer=draw.randint(1, 4), n_head=heads, n_kv_head=draw.choice([h for h in (1, 2, 4) if heads % h == 0]),
             n_embd=heads * draw.choice([32, 64]), window_pattern=draw.choice(["L", "S", "SL", "SSSL"]), dtype=dtype,
-            attend=draw.choice([machine.sdpa_attention, machine.plain_attention]),
+            attend=draw.choice([train.sdpa_attention, train.plain_attention]),
         )  # fmt: skip
         run = torch.compile(model, dynamic=False) if seed % 50 == 0 else model
         rows = cache[2][: 16 if seed % 50 else 32]

@@ -53,7 +53,7 @@ class Cycle:
         for name in ("autoresearch.sh", "experiment.py", "pyproject.toml", ".gitignore"):
             shutil.copy(ROOT / name, root / name)
         shutil.copytree(ROOT / "harness", root / "harness", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("prepare.py", "data.py", "machine.py"):
+        for name in ("prepare.py", "data.py"):
             (root / name).write_text("")
         (root / "README.md").write_text("about\n")
         self.git("init", "-q", "-b", "autoresearch/test", str(top or root))
@@ -855,7 +855,7 @@ def test_nothing_runs_at_import_and_only_the_standard_library_is_needed():
 @pytest.mark.slow
 def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, request):
     cycle = Cycle(tmp_path / "repo")
-    for name in ("prepare.py", "data.py", "machine.py", "train.py"):
+    for name in ("prepare.py", "data.py", "train.py"):
         shutil.copy(ROOT / name, cycle.root / name)
     shutil.copytree(ROOT / "harness", cycle.root / "harness")
     cycle.git("add", "-A")

@@ -1,96 +1,204 @@
-"""Checkpoints: a killed run goes on as if nothing had happened. Previews and samples: they change nothing."""
+"""Checkpoints: a killed run goes on as if nothing had happened; previews and samples."""
 
-import json
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO
+from helpers import ROOT
+from test_devices import read_lines
+
+from harness import checkpoint
 
 pytestmark = pytest.mark.slow
 STEPS, KILLED = 70, 13
 
 
-def train_in(folder, env, *args, world=1):
-    """(exit code, stdout, stderr, {step: loss}, record) of tests/ranks.py in that folder."""
+@dataclass
+class Result:
+    """What tests/ranks.py did."""
+
+    code: int
+    out: str
+    err: str
+    losses: dict[int, float]  # by step
+    record: dict | None  # of the evaluator
+
+
+def train_in(folder: Path, env: dict, *args, world: int = 1, **changes) -> Result:
+    """Run tests/ranks.py in that folder: the checkpoints of earlier runs are there."""
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     run_dir.mkdir()
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
-    command = [sys.executable, *launch, str(REPO / "tests/ranks.py"), *map(str, args)]
-    done = subprocess.run(command, env=env | {"AUTORESEARCH_RUN_DIR": str(run_dir)}, cwd=folder, capture_output=True, text=True)
-    lines = lambda name: (run_dir / name).read_text().splitlines() if (run_dir / name).exists() else []  # noqa: E731
-    losses = {line["step"]: line["loss"] for line in map(json.loads, lines("steps.jsonl"))}
-    return done.returncode, done.stdout, done.stderr, losses, [*map(json.loads, lines("eval.jsonl")), None][0]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command = [sys.executable, *(launch if world > 1 else []), str(ROOT / "tests/ranks.py")]
+    done = subprocess.run(
+        [*command, *map(str, args)], cwd=folder, capture_output=True, text=True,
+        env=env | {"AUTORESEARCH_RUN_DIR": str(run_dir)} | changes,
+    )  # fmt: skip
+    losses = {r["step"]: r["loss"] for r in read_lines(run_dir / "steps.jsonl")}
+    record = next(iter(read_lines(run_dir / "eval.jsonl")), None)
+    return Result(done.returncode, done.stdout, done.stderr, losses, record)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoints/*/*"))
+
+
+@dataclass
+class Runs:
+    folder: Path
+    uninterrupted: Result
+    killed: Result
+    kept: list[str]  # checkpoints of the killed run
+    resumed: Result
 
 
 @pytest.fixture(scope="module")
-def runs(short, tmp_path_factory):
+def runs(short, tmp_path_factory) -> Runs:
     """An uninterrupted run, one killed at step KILLED, and how that one went on."""
     folder = tmp_path_factory.mktemp("resume")
-    whole = train_in(folder, short, STEPS, "kill:none")
-    assert whole[0] == 0, whole[2]
+    uninterrupted = train_in(folder, short, STEPS, "kill:none")
+    assert uninterrupted.code == 0, uninterrupted.err
     killed = train_in(folder, short, STEPS, f"kill:{KILLED}", "--save")
-    kept = sorted(path.name for path in folder.glob("checkpoints/*/*"))
-    (next(folder.glob("checkpoints/*")) / "00000099-0.part").write_bytes(b"killed while it was written")
-    resumed = train_in(folder, short, STEPS, "kill:none", "--resume", "--sample", 3)
-    return folder, whole, killed, kept, resumed
+    kept = checkpoints(folder)
+    (next(folder.glob("checkpoints/*")) / "00000099.pt.part").write_bytes(b"killed at writing")
+    shutil.copytree(folder / "checkpoints", folder / "as_killed")
+    resumed = train_in(
+        folder, short, STEPS, "kill:none", "--resume", "--sample", 3, PYTHONIOENCODING="ascii"
+    )
+    return Runs(folder, uninterrupted, killed, kept, resumed)
+
+
+@pytest.fixture
+def killed_run(runs, tmp_path) -> Path:
+    """A folder with the checkpoints of the killed run."""
+    shutil.copytree(runs.folder / "as_killed", tmp_path / "checkpoints")
+    return tmp_path
 
 
 def test_a_killed_run_goes_on_with_the_same_losses(runs):
-    _, whole, killed, kept, resumed = runs
-    assert killed[0] == -9 and kept == ["00000006-0.pt", "00000011-0.pt"]
-    assert resumed[0] == 0, resumed[2]
-    assert "step 11" in resumed[1] and min(resumed[3]) == 12 and max(resumed[3]) == STEPS
-    assert len(resumed[3]) >= 50 and resumed[3] == {step: whole[3][step] for step in resumed[3]}  # every bit
-    assert resumed[4]["val_bpb"] == whole[4]["val_bpb"]
-    assert "resumed after" in resumed[4]["marks"] and "resumed" not in whole[4]["marks"]
+    assert runs.killed.code == -9
+    assert runs.kept == ["00000006.pt", "00000011.pt"]
+    resumed, whole = runs.resumed, runs.uninterrupted
+    assert resumed.code == 0, resumed.err
+    assert "step 11" in resumed.out
+    assert min(resumed.losses) == 12
+    assert max(resumed.losses) == STEPS
+    assert len(resumed.losses) >= 50
+    assert resumed.losses == {step: whole.losses[step] for step in resumed.losses}  # every bit
+    assert resumed.record["val_bpb"] == whole.record["val_bpb"]
+    assert "resumed after" in resumed.record["marks"]
+    assert "resumed" not in whole.record["marks"]
 
 
 def test_checkpoints_are_plain_data_and_the_last_is_the_end(runs):
-    folder = runs[0]
-    names = sorted(path.name for path in folder.glob("checkpoints/*/*.pt"))
-    assert names[-1] == f"{STEPS:08d}-0.pt" and len(names) == 2
-    state = torch.load(next(folder.glob(f"checkpoints/*/{names[-1]}")), weights_only=True)
-    assert state["step"] == STEPS and all(t.isfinite().all() for t in state["model"].values())
+    names = [name for name in checkpoints(runs.folder) if name.endswith(".pt")]
+    assert names[-1] == f"{STEPS:08d}.pt"
+    assert len(names) == 2
+    path = next(runs.folder.glob(f"checkpoints/*/{names[-1]}"))
+    state = torch.load(path, weights_only=True)
+    assert state["step"] == STEPS
+    assert state["finished"]
+    assert all(t.isfinite().all() for t in state["parts"]["model"].values())
 
 
-def test_previews_are_shown_and_not_counted(runs):
-    out, record = runs[1][1], runs[1][4]
-    curve = re.findall(r"preview    bits per byte: (.*)", out)
-    assert len(curve) == 3 and curve[-1].count(",") == 2
-    values = [float(entry.split()[-1]) for entry in curve[-1].split(", ")]
-    assert values[0] > values[-1] > 0 and abs(values[-1] - record["val_bpb"]) < 0.5
-    assert record["marks"] == "validation rows were previewed during training"
+def test_previews_are_shown(runs):
+    previews = re.findall(r"preview    bits per byte: (.*)", runs.uninterrupted.out)
+    assert len(previews) == 3
+    assert previews[-1].count(",") == 2
+    values = [float(entry.split()[-1]) for entry in previews[-1].split(", ")]
+    assert values[0] > values[-1] > 0
+    assert abs(values[-1] - runs.uninterrupted.record["val_bpb"]) < 0.5
 
 
-def test_samples_continue_training_text_and_look_like_no_metric(runs):
-    out = runs[4][1]
-    assert out.count("sample\n  | ") == 3 and out.count(" >>> ") >= 3
+def test_samples_come_after_the_score_and_look_like_no_metric(runs):
+    out = runs.resumed.out
+    assert out.count("sample\n  | ") == 3
+    assert out.count(" >>> ") >= 3
     assert len(re.findall(r"^METRIC val_bpb=", out, re.M)) == 1
+    assert out.index("METRIC num_steps=") < out.index("sample\n")
 
 
-def test_a_checkpoint_of_another_run_is_refused(runs, short):
-    folder = runs[0]
-    code, _, err, *_ = train_in(folder, short | {"AUTORESEARCH_SEED": "7"}, STEPS, "kill:none", "--resume")
-    assert code != 0 and "seed 1337, not 7" in err and "hint:" in err
+def test_a_finished_run_is_not_finished_twice(runs, short):
+    again = train_in(runs.folder, short, STEPS, "kill:none", "--resume")
+    assert again.code == 2
+    assert "has finished" in again.err
+    assert "METRIC" not in again.out
+    assert again.record is None
+
+
+def test_an_earlier_checkpoint_can_be_named(killed_run, short):
+    path = next(killed_run.glob("checkpoints/*/00000006.pt"))
+    result = train_in(killed_run, short, STEPS, "kill:7", "--resume", path)
+    assert result.code == -9
+    assert f"{path}, step 6" in result.out
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(killed_run, short):
+    result = train_in(killed_run, short, STEPS, "kill:none", "--resume", AUTORESEARCH_SEED="7")
+    assert result.code == 2
+    assert "SEED 1337, not 7" in result.err
+    assert "hint:" in result.err
+
+
+def test_an_edited_knob_is_named_and_refused(killed_run, short, tmp_path):
+    source = (ROOT / "tests/ranks.py").read_text()
+    edited = tmp_path / "edited.py"
+    edited.write_text(
+        source.replace('"MATRIX_LR": 0.005', '"MATRIX_LR": 0.0').replace(
+            "Path(__file__).resolve().parent.parent", f"Path({str(ROOT)!r})"
+        )
+    )
+    command = [sys.executable, str(edited), str(STEPS), "kill:none", "--resume"]
+    done = subprocess.run(command, cwd=killed_run, capture_output=True, text=True, env=short)
+    assert done.returncode == 2
+    assert "MATRIX_LR 0.005, not 0.0" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "other"])
+def test_a_damaged_checkpoint_is_skipped_by_name(killed_run, short, damage):
+    path = next(killed_run.glob("checkpoints/*/00000011.pt"))
+    data = path.read_bytes()
+    damaged = {"empty": b"", "truncated": data[: len(data) // 2], "other": b"x" * 99}
+    path.write_bytes(damaged[damage])
+    result = train_in(killed_run, short, STEPS, "kill:7", "--resume")
+    assert result.code == -9
+    assert re.search(r"skipped .*00000011.pt is missing or damaged", result.out)
+    assert re.search(r"resumed .*00000006.pt, step 6", result.out)
 
 
 def test_no_checkpoint_is_an_error_with_a_hint(short, tmp_path):
-    code, _, err, *_ = train_in(tmp_path, short, STEPS, "kill:none", "--resume")
-    assert code != 0 and "no checkpoint in" in err and "hint: 'train.py --save'" in err
+    result = train_in(tmp_path, short, STEPS, "kill:none", "--resume")
+    assert result.code == 2
+    assert "no checkpoint in" in result.err
+    assert "hint: 'train.py --save'" in result.err
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(short, tmp_path):
+    (tmp_path / "checkpoints").symlink_to("/dev/full")  # no folder can be made there
+    result = train_in(tmp_path, short, 6, "kill:none", "--save")
+    assert result.code == 0, result.err
+    assert "training goes on" in result.err
+    assert result.record
 
 
 def test_two_ranks_save_and_resume_together(short, tmp_path):
-    code, _, err, _, record = train_in(tmp_path, short, 14, "kill:none", "--save", world=2)
-    assert code == 0, err
-    kept = sorted(path.name for path in tmp_path.glob("checkpoints/*/*"))
-    assert len(list(tmp_path.glob("checkpoints/*"))) == 1
-    assert kept == [f"{step}-{rank}.pt" for step in ("00000011", "00000014") for rank in (0, 1)]
-    code, out, err, _, again = train_in(tmp_path, short, 14, "kill:none", "--resume", world=2)
-    assert code == 0 and "step 14" in out, err
-    assert again["val_bpb"] == record["val_bpb"]
-    next(tmp_path.glob("checkpoints/*/00000014-1.pt")).unlink()  # killed between the two: the one before is whole
-    code, out, err, *_ = train_in(tmp_path, short, 14, "kill:none", "--resume", world=2)
-    assert code == 0 and "step 11" in out, err
+    first = train_in(tmp_path, short, 14, "kill:12", "--save", world=2)
+    assert first.code != 0
+    assert checkpoints(tmp_path) == ["00000006.pt", "00000011.pt"]
+    again = train_in(tmp_path, short, 14, "kill:none", "--resume", world=2)
+    assert again.code == 0, again.err
+    whole = train_in(tmp_path, short, 14, "kill:none", world=2)
+    assert again.record["val_bpb"] == whole.record["val_bpb"]
+
+
+def test_knobs_are_the_constants_of_the_file():
+    import train
+
+    knobs = checkpoint.knobs_of(train)
+    assert {"DEPTH", "MATRIX_LR", "SEED", "TIME_BUDGET", "ADAM_BETAS"} <= set(knobs)
+    assert "COMPILE" not in knobs

@@ -1,0 +1,235 @@
+"""What training needs to know of the machine: processes, precision, compiler, peak, memory."""
+
+import contextlib
+import math
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import prepare
+from harness.common import is_out_of_memory
+
+# ---------------------------------------------------------------------------- processes
+
+
+def backend_for(device: torch.device) -> str:
+    """The communication backend. Clock and score are summed on the CPU, on any machine."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def start_process() -> torch.device:
+    """Join the other ranks, choose the device, fix where compiled code is kept.
+
+    Of several ranks only rank 0 prints to stdout.
+    """
+    # Kept, so that a second run starts in seconds. Set in any case: importing torch has already
+    # named a folder in /tmp.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(prepare.settings().root / "compiled")
+    device = prepare.get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # Ten minutes: the first compilation of one rank can keep the others waiting
+        dist.init_process_group(backend_for(device), timeout=timedelta(minutes=10))
+    if prepare.ranks()[0]:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    torch.set_float32_matmul_precision("high")
+    return device
+
+
+def end_process() -> None:
+    """Leave the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def data_parallel(model: torch.nn.Module, device: torch.device, find_unused: bool):
+    """The model itself on one rank; on several, wrapped to average the gradients over them."""
+    if prepare.ranks()[1] == 1:
+        return model
+    # The blocks are compiled one by one: their gradients arrive one by one without its help
+    torch._dynamo.config.optimize_ddp = False
+    return DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False,  # they never change
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+    )
+
+
+def no_sync(model: torch.nn.Module):
+    """Context: gradients are added up on this rank only."""
+    wrapped = isinstance(model, DistributedDataParallel)
+    return model.no_sync() if wrapped else contextlib.nullcontext()
+
+
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The mean of a tensor over all ranks, the same on each."""
+    world = prepare.ranks()[1]
+    if world == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / world
+
+
+# ---------------------------------------------------------------------------- precision, compiler
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Type of activations: bfloat16 only where the device computes it natively.
+
+    Emulated, as on older CPUs and GPUs, it is many times slower than float32.
+    """
+    if device.type == "cpu":
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if native else torch.float32
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        if torch.cuda.get_device_capability(device)[0] == 7:  # Volta, Turing
+            return torch.float16
+    return torch.float32
+
+
+def why_not_compiled(device: torch.device) -> str:
+    """Empty if torch.compile works here, else why not: it needs a compiler and Python's headers."""
+    if device.type == "mps":
+        return "not on MPS"
+    compilers = (os.environ.get("CXX", "g++"), "clang++")
+    if device.type == "cpu" and not any(map(shutil.which, compilers)):
+        return "no C++ compiler"
+
+    def trial(x, scale):
+        return x * (scale + 1)
+
+    try:
+        # A CPU scalar, as the optimizer has: on a GPU too, its code needs the C++ compiler
+        torch.compile(trial)(torch.zeros(8, device=device), torch.tensor(1.0))
+        return ""
+    except Exception as error:  # whatever is missing: training goes on without
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+
+
+# ---------------------------------------------------------------------------- peak rates
+
+# TFLOP/s of dense bfloat16 products with float32 sums (float16 on V100 and T4), as two tables of
+# the field give them: nanochat's get_peak_flops, and the throughput table of Lightning Fabric. A
+# card that neither names is missing here. The first entry that fits counts.
+PEAK_TFLOPS = (
+    ("GB200", 2500.0, "nanochat"),
+    ("B200", 2250.0, "nanochat"),
+    ("H200 NVL", 836.0, "nanochat"),
+    ("H200", 989.0, "nanochat"),
+    ("H100 NVL", 835.0, "nanochat"),
+    ("H100 PCIe", 756.0, "nanochat"),
+    ("H100", 989.0, "nanochat"),
+    ("A100", 312.0, "nanochat"),
+    ("A40", 149.7, "nanochat"),
+    ("A30", 165.0, "nanochat"),
+    ("A10", 125.0, "Lightning"),
+    ("L40S", 362.0, "nanochat"),
+    ("L4", 121.0, "nanochat"),
+    ("RTX 5090", 209.5, "nanochat"),
+    ("RTX 4090", 165.2, "nanochat"),
+    ("RTX 3090", 71.0, "nanochat"),
+    ("MI300X", 1307.4, "nanochat"),
+    ("V100 PCIe", 112.0, "Lightning"),
+    ("V100", 125.0, "Lightning"),
+    ("T4", 65.0, "Lightning"),
+)
+# Words that make another, slower device of the same name
+VARIANTS = {"laptop", "max", "d", "ti", "super", "mobile", "mig"}
+
+
+def words(name: str) -> list[str]:
+    """The words of a device name, in lower case: "A100-SXM4-80GB" has three."""
+    return re.findall(r"[a-z0-9.]+", name.lower())
+
+
+def peak_by_name(name: str) -> tuple[float, str] | None:
+    """(floating-point operations per second, source) of a card in the table, else None."""
+    have = words(name)
+    for card, tflops, source in PEAK_TFLOPS:
+        want = words(card)
+        found = any(have[i : i + len(want)] == want for i in range(len(have)))
+        if found and not VARIANTS & set(have):
+            return tflops * 1e12, f"table, {card}: {source}"
+    return None
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """(floating-point operations per second, or None if unknown; the same in words).
+
+    CPUs, MPS and float32 are measured by a large product, GPUs looked up.
+    """
+    if device.type == "cuda" and dtype != torch.float32:
+        name = torch.cuda.get_device_name(device)
+        card = peak_by_name(name)
+        if card is None:
+            return None, f"unknown for {name}: no mfu"
+        return card[0], f"{card[0] / 1e12:.2f} TFLOP/s ({card[1]})"
+    n = 8192 if device.type == "cuda" else 2048  # smaller products leave a large GPU idle
+    best = math.inf
+    a = torch.randn(n, n, device=device).to(dtype)
+    for _ in range(8):
+        start = time.perf_counter()
+        a @ a
+        prepare.synchronize()
+        best = min(best, time.perf_counter() - start)
+    peak = 2 * n**3 / best
+    kind = str(dtype).removeprefix("torch.")
+    return peak, f"{peak / 1e12:.2f} TFLOP/s (measured, {kind} {n}x{n} product)"
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory this process has held so far, in MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def fits(trial_step: Callable, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether two steps fit into the memory of every rank.
+
+    trial_step: forward, backward and optimizer step, without communication between ranks. It is
+    called twice: the second time, the optimizer's state takes its memory too.
+    """
+    for _ in range(2):
+        try:
+            trial_step()
+            failed = 0
+        except Exception as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
+                raise
+            failed = 1
+        optimizer.zero_grad(set_to_none=True)
+        if prepare.sum_over_ranks(failed):
+            free_memory(optimizer)
+            return False
+    return True
+
+
+def free_memory(optimizer: torch.optim.Optimizer) -> None:
+    """After a failed trial: give back what it left, and forget code compiled for its shapes."""
+    optimizer.state.clear()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
