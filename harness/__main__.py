@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness import fixed, run
+from harness import baseline, cycle, fixed, overview, report, run
 from harness.common import UserError, say
 from harness.process import raise_on_signals
 
@@ -25,7 +25,7 @@ _HARD_LIMIT (seconds until a run is killed; default: twice the budget and 120),
 _RUN_DIR (folder for the record of a run; default: .autoresearch/last),
 _PYTHON (an interpreter to use as it is; nothing is set up then).
 """
-MODULES = (run, fixed)  # each registers its commands
+MODULES = (run, cycle, baseline, overview, report, fixed)  # each registers its commands
 
 
 def add_test_parser(commands) -> None:
@@ -74,7 +74,7 @@ def main() -> int:
         return args.func(args)
     except UserError as error:
         say(str(error))
-        return 2
+        return error.exit_code
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

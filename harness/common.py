@@ -15,6 +15,8 @@ from pathlib import Path
 class UserError(Exception):
     """An error the user can fix: the message says what is wrong and, after "hint:", what to do."""
 
+    exit_code = 2  # of a command that ends with it
+
 
 def say(text: str) -> None:
     """A message for the user, on stderr: stdout belongs to the METRIC lines."""

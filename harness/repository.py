@@ -15,7 +15,7 @@ from harness.common import UserError
 from harness.git import GitError, git, git_or_none
 
 RUN_REFS = "refs/autoresearch/runs/"
-NO_COMMIT = "0" * 40  # as old value: the ref must not exist yet
+MUST_BE_NEW = ""  # as old value of a ref: there must be none yet
 INDEX_WAIT = 10  # seconds to wait for another git in the checkout
 
 
@@ -94,7 +94,7 @@ class Repository:
         finally:
             index.unlink(missing_ok=True)
         commit = self.git("commit-tree", tree, "-p", "HEAD", "-F", "-", text=message)
-        self.git("update-ref", RUN_REFS + run_id, commit, NO_COMMIT)
+        self.git("update-ref", RUN_REFS + run_id, commit, MUST_BE_NEW)
         return commit
 
     def drop_candidate(self, run_id: str) -> None:

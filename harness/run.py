@@ -35,6 +35,7 @@ def run_experiment(
     run_id: str | None = None,
     checkout: Path | None = None,
     session: str = SESSION,
+    accept: Callable[[dict], None] | None = None,
     tell: Callable[[str], None] = say,
 ) -> Outcome:
     """Run root/train.py once, as `bash autoresearch.sh` does, and check its score.
@@ -47,6 +48,7 @@ def run_experiment(
         run_id: an id chosen before, so that the caller can find the run's processes again.
         checkout: the folder whose commands watch this run (default: root), see end_orphans.
         session: the commit or ref whose fixed files are the right ones.
+        accept: gets the settings before training begins; what it raises ends the experiment.
         tell: gets remarks for the user while it runs.
 
     Raises:
@@ -61,7 +63,7 @@ def run_experiment(
             environment = run_environment(environment)
             environment |= run_variables(run_id, checkout or root)
             environment |= {"AUTORESEARCH_RUN_DIR": str(run_dir.resolve())}
-            return measure(root, environment, python, session, tell)
+            return measure(root, environment, python, session, accept, tell)
     except UserError as error:
         return Outcome(2, str(error))
 
@@ -71,6 +73,7 @@ def measure(
     environment: Mapping[str, str],
     python: str,
     session: str,
+    accept: Callable[[dict], None] | None,
     tell: Callable[[str], None],
 ) -> Outcome:
     """run_experiment, in a checkout that it holds and in the run's own environment."""
@@ -86,6 +89,8 @@ def measure(
             f"profile {settings['profile']}, data {settings['data']} ({settings['data_id']}), "
             f"budget {settings['time_budget']:g} s, seed {settings['seed']}"
         )
+        if accept:
+            accept(settings)
         limit = read_setting("HARD_LIMIT", environment) or 2 * settings["time_budget"] + 120
         ranks = number_of_ranks(read_setting("RANKS", environment), settings)
         logs = rank_logs(log, run_dir, ranks)

@@ -1,0 +1,142 @@
+"""The begin of a session: its baseline, and repeats that tell what a score varies by itself."""
+
+import argparse
+import statistics
+
+from harness.checks import begin, check_session, present_session
+from harness.common import UserError, say
+from harness.finish import finish, measure_extra, record_score
+from harness.judging import floor_of, incumbent, session_scores
+from harness.log import number
+from harness.measure import Result, add_gpu
+from harness.scores import scores_of
+from harness.session import Session
+from harness.workspace import Run, Stop, Workspace
+
+REPEATS = 5  # scores of the baseline, its first one included
+SEEDS = 2**32
+FAILED_BASELINE = 3  # exit code: there is no baseline, so nothing can be judged
+
+
+def add_parser(commands) -> None:
+    """Register the command `noise`."""
+    words = "repeat the incumbent on other seeds: how much a score varies by itself"
+    parser = commands.add_parser("noise", help=words, description=words)
+    add_repeats(parser)
+    add_gpu(parser)
+    parser.set_defaults(func=noise_command)
+
+
+def add_repeats(parser: argparse.ArgumentParser) -> None:
+    """The option --repeats."""
+    parser.add_argument(
+        "--repeats", type=int, default=REPEATS, metavar="N",
+        help=f"scores of one train.py that measure the noise (default {REPEATS})",
+    )  # fmt: skip
+
+
+def make_baseline(
+    workspace: Workspace,
+    commit: str,
+    gpu: str | None,
+    new_session: bool = False,
+    description: str = "baseline",
+    asi: dict | None = None,
+) -> Session:
+    """The present session; where there is none, this commit's train.py is run to begin one.
+
+    A failed baseline gets no row: nothing after it could be judged.
+
+    Args:
+        new_session: begin a session even if there is one.
+
+    Raises:
+        Stop: the baseline has no usable score; exit code FAILED_BASELINE.
+    """
+    before = len(workspace.rows())
+    with workspace.only_one("baseline", "waiting for the baseline that another run makes"):
+        rows = workspace.rows()
+        session = present_session(workspace, rows)
+        if session and (not new_session or len(rows) > before):
+            return session
+        with workspace.lock():
+            run = Run.open(workspace, "baseline", description, asi=asi or {}, commit=commit)
+        result = measure_extra(run, commit, None, gpu=gpu)
+        with workspace.lock():
+            if result.status == "scored":
+                if result.marks:
+                    say(f"the baseline is marked: {result.marks}; runs with the same mark count")
+                return Session(finish(run, status="keep", reason="baseline", parent_metric=None))
+            run.close(f"failed-baseline-{run.id}")
+    raise Stop(
+        f"the baseline fails as it is ({result.reason}: {result.detail}), so nothing can be "
+        f"judged. hint: see {run.folder / 'run.log'}; then commit a train.py that runs",
+        FAILED_BASELINE,
+    )
+
+
+def measure_noise(workspace: Workspace, row: dict, repeats: int, gpu: str | None) -> list[float]:
+    """Repeat the code of a row until it has so many scores; returns them.
+
+    Each score is kept as soon as it is there, so an interrupted series goes on where it stopped.
+    """
+    first = True
+    while True:
+        rows = workspace.rows()
+        session = Session.of(rows)
+        scores = scores_of(session_scores(workspace, rows), row["code"])
+        missing = repeats - len(scores)
+        if missing <= 0 or session is None:
+            return scores
+        if first:
+            minutes = missing * number(row["seconds"]) / 60
+            say(
+                f"measuring the noise first: {missing} more runs of {row['commit']}, "
+                f"about {minutes:.0f} minutes; each counts, also after an interruption"
+            )
+            first = False
+        repeat(workspace, session, row["commit_id"], len(scores), gpu)
+
+
+def repeat(
+    workspace: Workspace, session: Session, commit: str, count: int, gpu: str | None = None
+) -> Result:
+    """One more run of a commit, on the seed after `count` others; it has no row of its own.
+
+    Raises:
+        Stop: it has no score this time.
+    """
+    seed = (session.seed + count) % SEEDS
+    with workspace.lock():
+        words = f"{commit[:7]} on seed {seed}"
+        run = Run.open(workspace, "probe", words, commit=commit, key=list(session.key))
+    result = measure_extra(run, commit, session, seed, gpu)
+    with workspace.lock():
+        record_score(run, "repeat")
+        run.close(f"seed-{seed}-{commit[:7]}-{run.id}")
+    if result.status != "scored":
+        raise Stop(f"{words} was not scored: {result.reason}: {result.detail}", 1)
+    return result
+
+
+def noise_command(args: argparse.Namespace) -> int:
+    """Bring the incumbent to the wanted number of scores; prints the noise floor."""
+    workspace = Workspace(args.root)
+    rows = begin(workspace)
+    session, top = present_session(workspace, rows), incumbent(rows)
+    if not session or not top:
+        raise UserError("nothing to measure yet. hint: bash autoresearch.sh try baseline")
+    check_session(session, workspace)
+    if args.repeats < 2:
+        raise UserError(f"--repeats {args.repeats}: a standard deviation needs 2 or more")
+    with workspace.device(args.gpu):
+        scores = measure_noise(workspace, top, args.repeats, args.gpu)
+    floor, source = floor_of(workspace, workspace.rows())
+    deviation = statistics.stdev(scores)
+    print(
+        f"mean {statistics.mean(scores):.6f}, standard deviation {deviation:.6f}, "
+        f"n {len(scores)}; the floor is now {floor:.6f} ({source})"
+    )
+    if not deviation:
+        say("all scores are equal. hint: does train.py use the seed?")
+    return 0

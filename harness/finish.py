@@ -1,0 +1,213 @@
+"""From a decision to its row, its commit and train.py: every step may be repeated after a kill.
+
+The decision is in the run's record before anything is done. `settle` then does what is missing: the
+commit on the branch (for a keep), the row, train.py in the checkout, the folder's final name.
+"""
+
+import contextlib
+import shutil
+import time
+
+from harness.common import say
+from harness.git import GitError
+from harness.judging import decide
+from harness.log import METRICS, RECORD_KEYS
+from harness.measure import Result, measure
+from harness.process import end_orphans
+from harness.repository import RUN_REFS, HookRefused, one_line, subject_and_body
+from harness.scores import append_score
+from harness.session import Session
+from harness.workspace import Run, Workspace
+
+INTERRUPTED = Result("crash", "interrupted", "interrupted")
+
+
+def make_row(run: Run, result: Result, decision: dict) -> dict:
+    """A row in the key order of the log's other readers; run, segment, confidence come later."""
+    record, settings, data = run.record, result.settings, result.record
+    metrics = {name: result.metrics.get(name, 0) for name in METRICS}
+    metrics["millibits"] = round(1000 * result.score, 3)  # some readers show two decimals only
+    row = {
+        "run": 0,
+        "commit": record["commit"][:7],
+        "metric": result.score,
+        "metrics": metrics,
+        "status": decision["status"],
+        "description": record["description"],
+        "timestamp": time.time_ns() // 1_000_000,
+        "segment": 0,
+        "confidence": None,
+        "asi": record["asi"],
+    }
+    row |= {"reason": "", "detail": result.detail} | decision
+    row |= {name: data.get(name, settings.get(name)) for name in RECORD_KEYS}
+    row["data"] = settings.get("data")
+    row["seconds"] = result.seconds
+    row["commit_id"] = record["commit"]
+    row["code"] = run.workspace.repository.train_blob(record["commit"])
+    row["id"] = run.id
+    if record["kind"] == "candidate":
+        row["ref"] = RUN_REFS + run.id
+    return row
+
+
+def finish(run: Run, **decision) -> dict:
+    """Decide a run and act on it; returns its row. The caller holds the lock.
+
+    Args:
+        decision: status, reason, and what else belongs into the row.
+    """
+    run.make_room()
+    run.save(decision=decision)
+    return settle(run)
+
+
+def settle(run: Run) -> dict:
+    """Do what is missing of a decided run; returns its row. The caller holds the lock."""
+    workspace = run.workspace
+    rows = workspace.rows()
+    row = find_row(rows, run)
+    if row is None:
+        result = Result(**run.record["result"])
+        row = make_row(run, result, run.record["decision"])
+        if row["status"] == "keep" and run.record["kind"] == "candidate":
+            row |= commit_kept(run, row, len(rows) + 1)
+        row = workspace.append(row, new_segment=run.record["kind"] == "baseline")
+    if run.record["kind"] == "candidate":
+        (run.folder / "train.diff").write_text(
+            workspace.repository.diff(run.record["commit"]), errors="surrogateescape"
+        )
+        bring_train(run, row)
+    run.close(workspace.folder_of(row).name)
+    return row
+
+
+def find_row(rows: list[dict], run: Run) -> dict | None:
+    """The row of a run, None if it has none yet."""
+    return next((row for row in rows if row["id"] == run.id), None)
+
+
+def commit_kept(run: Run, row: dict, number: int) -> dict:
+    """Add the kept train.py to the branch; returns what it changes in the row.
+
+    Where that is impossible the row says so, and the code stays reachable by the run's ref.
+    """
+    repository, record = run.workspace.repository, run.record
+    branch, candidate = record["branch"], record["commit"]
+    if repository.tip_of(branch) is None:
+        return not_committed(run, "no branch", f"the branch {branch} is gone")
+    if repository.find_kept(branch, record["parent"], run.id):
+        return {}
+    trailers = {"Val-bpb": f"{row['metric']:.6f}"}
+    if row.get("floor"):
+        trailers["Noise-floor"] = f"{row['floor']:.6f} ({row['floor_source']})"
+    trailers["Run"] = f"{number} {RUN_REFS}{run.id}"
+    message = subject_and_body(record["description"], trailers)
+    try:
+        repository.commit_kept(run.checkout(candidate), branch, candidate, message)
+    except HookRefused as refusal:
+        return not_committed(run, "hook", str(refusal))
+    return {}
+
+
+def not_committed(run: Run, reason: str, why: str) -> dict:
+    """The row of a result that would be kept, but could not be committed."""
+    say(
+        f"a better result could not be committed: {why}\n"
+        f"hint: its code stays in {RUN_REFS}{run.id}; when the cause is removed, "
+        f"'git restore -s {RUN_REFS}{run.id} train.py' brings it back"
+    )
+    return {"status": "checks_failed", "reason": reason, "detail": one_line(why, 300)}
+
+
+def bring_train(run: Run, row: dict) -> None:
+    """Bring train.py to the branch's tip, unless the user edited it meanwhile."""
+    repository, record = run.workspace.repository, run.record
+    if repository.tip_of(record["branch"]) is None:
+        return
+    committed = repository.commits_of_train(record["parent"], record["branch"])
+    known = [record["commit"], record["parent"], *committed]
+    if repository.bring_train(record["branch"], {repository.train_blob(c) for c in known}):
+        return
+    edited = repository.edited_blob()
+    others = [Run(run.workspace, folder) for folder in run.workspace.open_folders("candidate")]
+    commits = [other.record["commit"] for other in others if other.id != run.id]
+    if edited in {repository.train_blob(commit) for commit in commits if commit}:
+        return  # it is the code of a run that is still under way
+    say(
+        "train.py was edited during the run: your edits stay. "
+        f"hint: 'git diff train.py' shows them; the code of run {row['run']} is in {row['ref']}"
+    )
+
+
+def record_score(run: Run, kind: str) -> None:
+    """Keep the score of a measurement for its code. The caller holds the lock."""
+    result = Result(**run.record["result"])
+    if result.status != "scored" or not run.record.get("key"):
+        return
+    entry = {
+        "id": run.id,
+        "code": run.workspace.repository.train_blob(run.record["commit"]),
+        "commit": run.record["commit"],
+        "kind": kind,
+        "score": result.score,
+        "seed": result.record.get("seed"),
+        "steps": result.metrics.get("num_steps"),
+        "seconds": result.seconds,
+        "timestamp": time.time_ns() // 1_000_000,
+        "key": run.record["key"],
+    }
+    append_score(run.workspace.scores, entry)
+
+
+def measure_extra(
+    run: Run, commit: str, session: Session | None, seed: int | None = None, gpu: str | None = None
+) -> Result:
+    """Measure a run that is no candidate; when that is cut off, nothing of it stays open."""
+    try:
+        return measure(run, commit, session, seed, gpu)
+    except BaseException:
+        with run.workspace.lock():
+            recover_run(run)
+        raise
+
+
+# ---- after a kill ----
+
+
+def recover(workspace: Workspace) -> None:
+    """Finish what killed commands left open; runs whose process lives are left alone.
+
+    The caller holds the lock.
+    """
+    end_orphans(workspace.root)
+    for folder in workspace.open_folders():
+        if not (folder / "record.json").exists():  # killed before anything was done
+            shutil.rmtree(folder)
+            continue
+        run = Run(workspace, folder)
+        if run.adopt():
+            recover_run(run)
+
+
+def recover_run(run: Run, detail: str = "interrupted") -> None:
+    """Finish a run that ended halfway, from any point of it. The caller holds the lock."""
+    workspace, record = run.workspace, run.record
+    if find_row(workspace.rows(), run) or record.get("decision"):
+        settle(run)
+    elif record["kind"] != "candidate":
+        if record.get("result"):
+            record_score(run, record["kind"])
+        run.close(f"interrupted-{run.id}")
+    elif not record.get("begun"):  # it was not run: the user's edit is still in train.py
+        with contextlib.suppress(GitError):
+            workspace.repository.drop_candidate(run.id)
+        run.close(f"interrupted-{run.id}")
+    else:
+        if not record.get("result"):
+            run.save(result=vars(INTERRUPTED) | {"detail": detail})
+        row = finish(run, **decide(run, workspace.rows()))
+        say(
+            f"run {row['run']} ({one_line(row['description'], 60)!r}) was {detail}; logged as "
+            f"{row['status']}. hint: 'git restore -s {row['ref']} train.py' brings its code back"
+        )

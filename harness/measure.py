@@ -1,0 +1,149 @@
+"""One measurement of a commit's train.py: in its own worktree, with the session's settings."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness.common import say
+from harness.fixed import FIXED, SESSION
+from harness.git import git
+from harness.process import call
+from harness.repository import one_line
+from harness.run import Outcome, run_experiment
+from harness.session import Session, harmless_marks
+from harness.workspace import Run, Workspace
+
+CHECKS = "autoresearch.checks.sh"
+CHECKS_LIMIT = 300  # seconds for the user's checks
+# A mark that names a limit of the evaluator's check and no fault of the run.
+LIMIT_OF_CHECK = "logits repeat only to"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a measurement gave, as a run's record has it. Without a score all numbers are 0."""
+
+    status: str  # scored, marked, checks_failed or crash
+    reason: str = ""
+    detail: str = ""
+    score: float = 0.0  # val_bpb, rounded as the log shows it
+    metrics: dict = field(default_factory=dict)
+    record: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    load: dict = field(default_factory=dict)
+    seconds: float = 0.0
+    marks: str = ""
+
+    @classmethod
+    def of(cls, outcome: Outcome, harmless: frozenset[str] = frozenset()) -> "Result":
+        """The result of an outcome. `harmless` are marks that the session's baseline has too."""
+        common = {
+            "seconds": round(outcome.seconds, 1),
+            "settings": outcome.settings,
+            "load": outcome.load,
+            "record": outcome.record,
+            "marks": outcome.marks,
+        }
+        if outcome.reason:
+            return cls("crash", outcome.reason, outcome.detail[:300], **common)
+        marks = serious_marks(outcome.marks) - harmless
+        status, reason = ("marked", "marked") if marks else ("scored", "")
+        detail = "; ".join(sorted(marks))
+        score, metrics = round(outcome.score, 6), outcome.metrics
+        return cls(status, reason, detail, score=score, metrics=metrics, **common)
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """The option --gpu of every command that trains."""
+    parser.add_argument("--gpu", metavar="N", help="the GPU to run on (CUDA_VISIBLE_DEVICES)")
+
+
+def serious_marks(marks: str) -> set[str]:
+    """The marks of a record, without those that only name a limit of the evaluator's check."""
+    found = {mark.strip() for mark in marks.split(";")}
+    return {mark for mark in found if mark and not mark.startswith(LIMIT_OF_CHECK)}
+
+
+def measure(
+    run: Run,
+    commit: str,
+    session: Session | None = None,
+    seed: int | None = None,
+    gpu: str | None = None,
+) -> Result:
+    """Run the commit's train.py once and return what came of it; also saved in the run's record.
+
+    Args:
+        session: gives the settings, and refuses others; None measures the session's own baseline.
+        seed: instead of the session's.
+
+    Raises:
+        OtherSettings: the settings are not the session's; train.py did not run.
+    """
+    workspace = run.workspace
+    repository = workspace.repository
+    here = run.checkout(commit)
+    begin = repository.git("rev-parse", SESSION)
+    present = git("ls-tree", "--name-only", begin, "--", *FIXED, root=workspace.root).splitlines()
+    git("checkout", "--quiet", begin, "--", *present, root=here)
+    environment = environment_of_run(workspace, os.environ, session, seed, gpu)
+    say(f"running {one_line(run.record['description'], 60)!r}; its log: {here / 'run.log'}")
+    outcome = run_experiment(
+        here,
+        run.folder,
+        environment,
+        sys.executable,
+        run_id=run.id,
+        checkout=workspace.root,
+        session=begin,
+        accept=session.check if session else None,
+    )
+    run.make_room()  # the run may have filled the disk
+    if outcome.code == 130:
+        raise KeyboardInterrupt
+    accepted = session.harmless_marks if session else harmless_marks(outcome.marks)
+    result = Result.of(outcome, accepted)
+    if result.status == "scored":
+        result = run_checks(run, here, environment, result)
+    run.save(result=asdict(result))
+    return result
+
+
+def environment_of_run(
+    workspace: Workspace,
+    environment: Mapping[str, str],
+    session: Session | None,
+    seed: int | None,
+    gpu: str | None,
+) -> dict[str, str]:
+    """The caller's environment with the session's settings; relative paths start at the root."""
+    changed = dict(environment) | (session.environment() if session else {})
+    for name in ("AUTORESEARCH_CACHE", "AUTORESEARCH_DATA"):
+        text = changed.get(name, "")
+        path = workspace.root / Path(text).expanduser()
+        if text and (path.exists() or name == "AUTORESEARCH_CACHE"):  # data may also have a name
+            changed[name] = str(path)
+    if seed is not None:
+        changed["AUTORESEARCH_SEED"] = str(seed)
+    if gpu is not None:
+        changed["CUDA_VISIBLE_DEVICES"] = gpu
+    return changed
+
+
+def run_checks(run: Run, here: Path, environment: Mapping[str, str], result: Result) -> Result:
+    """The user's autoresearch.checks.sh on a scored run: a failure of it is the run's."""
+    scripts = [folder / CHECKS for folder in (here, run.workspace.root)]
+    script = next((path for path in scripts if path.exists()), None)
+    if script is None:
+        return result
+    command = ["bash", str(script)]
+    ended = call(command, here, environment, run.folder / "checks.log", CHECKS_LIMIT)
+    if not ended.code:
+        return result
+    detail = f"{CHECKS} ended with {ended.code}"
+    detail += f" after {CHECKS_LIMIT} s" if ended.timed_out else ""
+    kept = asdict(result) | {"status": "checks_failed", "reason": "checks_failed"}
+    return Result(**kept | {"detail": detail})

@@ -1,0 +1,104 @@
+"""The settings of a session: those of its baseline, for all of its runs.
+
+A session is a segment of the log. Its first row, the baseline, has the budget, seed, data, profile,
+device and fixed files that all later runs of it must have.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.log import comparison_key, current, number
+from harness.settings import read_setting
+from harness.verdict import kept
+
+HARMLESS = "the clock of prepare.py was not used"  # no fault where all runs of a session have it
+# setting, key of a row, key of the settings that prepare.py resolved
+SETTINGS = (
+    ("TIME_BUDGET", "budget", "time_budget"),
+    ("SEED", "seed", "seed"),
+    ("PROFILE", "profile", "profile"),
+    ("DATA", "data", "data"),
+)
+
+
+class OtherSettings(Exception):
+    """A run would have other settings than its session; it did not start."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """The session that a baseline's row began."""
+
+    baseline: dict
+
+    @classmethod
+    def of(cls, rows: list[dict]) -> "Session | None":
+        """The present session of a log; None if there is none, or if another tool began it."""
+        first = next(iter(kept(current(rows))), None)
+        if first is None or not first.get("data_id") or not first.get("budget"):
+            return None
+        return cls(first)
+
+    @property
+    def key(self) -> tuple:
+        """What makes two scores comparable."""
+        return comparison_key(self.baseline)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the baseline; repeats use the numbers after it."""
+        return int(number(self.baseline.get("seed")))
+
+    @property
+    def harmless_marks(self) -> frozenset[str]:
+        """Marks that every run of the session may have, because the baseline has them."""
+        return harmless_marks(self.baseline.get("marks") or "")
+
+    def environment(self) -> dict[str, str]:
+        """The variables AUTORESEARCH_* that give a run the settings of this session."""
+        values = {name: self.baseline.get(key) for name, key, _ in SETTINGS}
+        return {
+            f"AUTORESEARCH_{name}": str(value)
+            for name, value in values.items()
+            if value is not None
+        }
+
+    def conflicts(self, root: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
+        """Variables that are set to another value than the session has, as texts."""
+        found = []
+        for name, key, _ in SETTINGS:
+            value, ours = read_setting(name, environment), self.baseline.get(key)
+            if value is None or ours is None or value == ours:
+                continue
+            if name == "DATA" and (root / Path(value).expanduser()).resolve() == Path(ours):
+                continue
+            found.append(f"AUTORESEARCH_{name} is {value}, the session has {ours}")
+        return found
+
+    def check(self, settings: Mapping) -> None:
+        """Raise OtherSettings unless the settings that prepare.py resolved are the session's."""
+        wanted = {resolved: self.baseline.get(key) for _, key, resolved in SETTINGS}
+        wanted |= {name: self.baseline.get(name) for name in ("data_id", "device", "fixed")}
+        del wanted["seed"]  # repeats have seeds of their own
+        for name, value in wanted.items():
+            found = settings.get(name)
+            if value is not None and found is not None and found != value:
+                raise OtherSettings(
+                    f"{name} is {found}, the session has {value}: their scores can't be compared. "
+                    "hint: restore it, or begin a new session with --new-session"
+                )
+
+    def summary(self) -> str:
+        """The settings in one line."""
+        row = self.baseline
+        parts = [f"budget {row['budget']:g} s", f"seed {row.get('seed')}"]
+        parts += [f"{name} {row[name]}" for name in ("data", "profile", "device") if row.get(name)]
+        return ", ".join(parts)
+
+
+def harmless_marks(marks: str) -> frozenset[str]:
+    """Those of a record's marks that are no fault where all runs of a session have them."""
+    found = {mark.strip() for mark in marks.split(";")}
+    return frozenset(mark for mark in found if mark.startswith(HARMLESS))
