@@ -372,11 +372,11 @@ def test_files_added_to_or_removed_from_the_harness_count(checkout):
     assert checkout.run().returncode == 0
     (checkout.root / "harness/extra.py").touch()
     (checkout.root / "harness/.run.py.swp").touch()  # an editor's
-    (checkout.root / "harness/verdict.py").unlink()
+    (checkout.root / "harness/page.html").unlink()
     done = checkout.run()
     assert done.returncode == 2
-    assert ": harness/extra.py (added) harness/verdict.py (missing). hint" in done.err
-    assert "git checkout refs/autoresearch/session -- harness/verdict.py'" in done.err
+    assert ": harness/extra.py (added) harness/page.html (missing). hint" in done.err
+    assert "git checkout refs/autoresearch/session -- harness/page.html'" in done.err
     for number in range(20):
         (checkout.root / f"harness/extra{number}.py").touch()
     assert "and 13 more. hint" in checkout.run().err
