@@ -140,7 +140,7 @@ def run_checks(run: Run, here: Path, environment: Mapping[str, str], result: Res
     if script is None:
         return result
     command = ["bash", str(script)]
-    ended = call(command, here, environment, run.folder / "checks.log", CHECKS_LIMIT)
+    ended = call(command, here, [environment], [run.folder / "checks.log"], CHECKS_LIMIT)
     if not ended.code:
         return result
     detail = f"{CHECKS} ended with {ended.code}"
