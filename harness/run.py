@@ -188,7 +188,11 @@ def prepare_data(
     log.unlink(missing_ok=True)
     if not file.exists():
         budget, seed = read_setting("TIME_BUDGET", environment), read_setting("SEED", environment)
-        return {"time_budget": budget or 300.0, "seed": 1337 if seed is None else seed}, ended
+        unknown = dict.fromkeys(("profile", "data", "data_id"))
+        return unknown | {
+            "time_budget": budget or 300.0,
+            "seed": 1337 if seed is None else seed,
+        }, ended
     try:
         return json.loads(file.read_text()), ended
     except (OSError, ValueError) as error:
