@@ -7,7 +7,8 @@ from pathlib import Path
 from harness.common import UserError, say
 from harness.git import GitError, git, git_or_none
 
-SESSION = "refs/autoresearch/session"  # a git ref: out of reach of edits
+# A git ref, out of reach of edits; those under refs/worktree/ belong to one worktree each.
+SESSION = "refs/worktree/autoresearch/session"
 SHOWN = 9  # names in a message
 
 # A folder stands for every file in it, except caches and what editors leave behind.

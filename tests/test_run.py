@@ -376,7 +376,7 @@ def test_files_added_to_or_removed_from_the_harness_count(checkout):
     done = checkout.run()
     assert done.returncode == 2
     assert ": harness/extra.py (added) harness/page.html (missing). hint" in done.err
-    assert "git checkout refs/autoresearch/session -- harness/page.html'" in done.err
+    assert "git checkout refs/worktree/autoresearch/session -- harness/page.html'" in done.err
     for number in range(20):
         (checkout.root / f"harness/extra{number}.py").touch()
     assert "and 13 more. hint" in checkout.run().err
