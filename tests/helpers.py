@@ -100,20 +100,21 @@ def make_checkout(folder: Path, train: str, prepare: str | None = PREPARE) -> Pa
 
 
 class Checkout:
-    """A clone with a stand-in for prepare.py."""
+    """Runs commands in a folder made by make_checkout."""
 
-    def __init__(self, root: Path, train: str):
-        self.root = make_checkout(root, train)
+    def __init__(self, root: Path):
+        self.root = root
         self.environment = clean_environment(AUTORESEARCH_PYTHON=sys.executable)
 
     def start(self, *arguments: str, **changes: str) -> subprocess.Popen:
+        """A command that goes on while the test does."""
         return subprocess.Popen(
             ["bash", "autoresearch.sh", *arguments], cwd=self.root, text=True,
             env=self.environment | changes, stdout=-1, stderr=-1, start_new_session=True,
         )  # fmt: skip
 
     def run(self, train: str | None = None, *arguments: str, **changes: str):
-        """A command to its end; gives it the attributes out and err."""
+        """A command to its end, with this train.py; what it printed is in `out` and `err`."""
         if train is not None:
             (self.root / "train.py").write_text(train)
         process = self.start(*arguments, **changes)
@@ -123,6 +124,7 @@ class Checkout:
         return process
 
     def read(self, name: str) -> str:
+        """The text of a file of the clone."""
         return (self.root / name).read_text()
 
     def pid(self, name: str) -> int:

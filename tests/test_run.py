@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Checkout, clean_environment, git, is_alive
+from helpers import ROOT, Checkout, clean_environment, git, is_alive, make_checkout
 
 from harness import process, runlog
 from harness.common import UserError
@@ -27,7 +27,7 @@ print(f"METRIC val_bpb={bpb:.6f}\\nMETRIC num_steps=3")
 
 @pytest.fixture
 def checkout(tmp_path) -> Checkout:
-    return Checkout(tmp_path / "clone", HONEST)
+    return Checkout(make_checkout(tmp_path / "clone", HONEST))
 
 
 # ---- a run that ends well ----
@@ -357,7 +357,7 @@ def test_fixed_files_are_those_of_the_session(checkout):
 
 
 def test_the_fixed_files_of_a_checkout_in_a_larger_repository_are_found(tmp_path):
-    lab = Checkout(tmp_path / "big/lab", HONEST)
+    lab = Checkout(make_checkout(tmp_path / "big/lab", HONEST))
     shutil.rmtree(lab.root / ".git")
     git(tmp_path / "big", "init", "-q")
     git(tmp_path / "big", "add", "-A")

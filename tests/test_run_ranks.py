@@ -1,7 +1,7 @@
 """One experiment over several processes: AUTORESEARCH_RANKS, or the GPUs that prepare.py sees."""
 
 import pytest
-from helpers import PREPARE, Checkout, git, is_alive
+from helpers import PREPARE, Checkout, git, is_alive, make_checkout
 
 from harness.common import UserError
 from harness.ranks import number_of_ranks, rank_environments
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def checkout(tmp_path) -> Checkout:
-    return Checkout(tmp_path / "clone", GLOO)
+    return Checkout(make_checkout(tmp_path / "clone", GLOO))
 
 
 def test_two_ranks_train_together_and_print_one_score(checkout):
