@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness import guard
 from harness.common import UserError, ceil_div, file_hash, is_out_of_memory
-from harness.settings import read_setting
+from harness.settings import chosen_data, read_setting
 
 # ------------------------------------------------------------------------- profiles and settings
 
@@ -115,6 +115,8 @@ def data_name(data: str) -> str:
 def make_settings(data: str | None = None) -> Settings:
     """The settings of this process; data overrides AUTORESEARCH_DATA.
 
+    Without both it is what `prepare.py --data` noted for this checkout, or the profile's data set.
+
     Raises:
         UserError: a variable of the environment has no valid value.
     """
@@ -123,7 +125,8 @@ def make_settings(data: str | None = None) -> Settings:
         known = ", ".join(PROFILES)
         raise UserError(f"AUTORESEARCH_PROFILE={name!r} is unknown. hint: one of {known}")
     profile = PROFILES[name]
-    data = data or read_setting("DATA") or profile.data
+    chosen = chosen_data(Path(__file__).resolve().parent)
+    data = data or read_setting("DATA") or chosen or profile.data
     time_budget, seed = read_setting("TIME_BUDGET"), read_setting("SEED")
     return Settings(
         profile=name,
@@ -222,7 +225,8 @@ def checked(cache: Path, manifest: dict, name: str) -> Path:
 
 def data_id(manifest: dict) -> str:
     """12 hex digits; two scores are comparable only if theirs are equal."""
-    hashes = [manifest["files"][name][1] for name in ("tokenizer.json", "val_rows.bin")]
+    names = ("tokenizer.json", "val_rows.bin", "holdout_rows.bin")
+    hashes = [manifest["files"][name][1] for name in names]
     text = json.dumps([manifest["settings"], hashes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -853,8 +857,8 @@ def _score_with_less_memory(
 
 
 if __name__ == "__main__":
-    # What data.py imports is then this module, not a second copy of it with its own state.
+    # harness.data imports this module: without the alias it would get a second copy.
     sys.modules["prepare"] = sys.modules["__main__"]
-    import data
+    from harness.data import main
 
-    data.leave(data.run())
+    main()

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.common import UserError
 from harness.git import clean_git_environment
@@ -105,3 +106,16 @@ def run_environment(environment: Mapping[str, str]) -> dict[str, str]:
         "PYTHONIOENCODING": "utf-8:backslashreplace",
         "PYTHONHASHSEED": "0",
     }
+
+
+def choice_file(checkout: Path) -> Path:
+    """Where `prepare.py --data` notes the data set that this checkout trains on."""
+    return checkout / ".autoresearch" / "data"
+
+
+def chosen_data(checkout: Path) -> str | None:
+    """The data set noted for a checkout; a worktree inside a checkout has the same one."""
+    for folder in (checkout, *checkout.parents):
+        if choice_file(folder).is_file():
+            return choice_file(folder).read_text().strip() or None
+    return None

@@ -1,6 +1,6 @@
-"""Shared fixtures: a real tiny-embedded cache made once a session, a small corpus, a hub that misbehaves on order."""
+"""Fixtures: a real tiny-embedded cache, made once a session; a small corpus; a faulty hub."""
 
-import dataclasses
+import contextlib
 import hashlib
 import io
 import json
@@ -11,54 +11,60 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from dataclasses import dataclass, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import ROOT, clean_environment
 
 import prepare
+from harness.common import file_hash
 
-REPO = Path(__file__).resolve().parent.parent
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores Ctrl-C, and so would its children
-
-
-def clean_environment(**extra) -> dict:
-    dropped = ("AUTORESEARCH_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-    return {k: v for k, v in os.environ.items() if not k.upper().startswith(dropped)} | extra
+# A job in the background ignores Ctrl-C, and so would its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory) -> dict:
-    """The environment of subprocesses that see a prepared tiny-embedded cache (AUTORESEARCH_CACHE names its root)."""
-    env = clean_environment(AUTORESEARCH_CACHE=str(tmp_path_factory.mktemp("cache")), AUTORESEARCH_PROFILE="tiny")
-    done = subprocess.run([sys.executable, "prepare.py"], cwd=REPO, env=env, capture_output=True, text=True)
+def prepared(tmp_path_factory) -> dict[str, str]:
+    """The environment of processes that see a prepared tiny-embedded cache."""
+    environment = clean_environment(
+        AUTORESEARCH_CACHE=str(tmp_path_factory.mktemp("cache")),
+        AUTORESEARCH_PROFILE="tiny",
+        AUTORESEARCH_DATA="embedded",
+    )
+    command = [sys.executable, "prepare.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return env
+    return environment
 
 
 @pytest.fixture(scope="session")
-def short(prepared, tmp_path_factory):
-    """A prepared cache with 70 validation rows only."""
-    root = tmp_path_factory.mktemp("short")
+def few_rows(prepared, tmp_path_factory) -> dict[str, str]:
+    """As `prepared`, with 70 validation rows only: scoring them is quick."""
+    root = tmp_path_factory.mktemp("few_rows")
     shutil.copytree(Path(prepared["AUTORESEARCH_CACHE"]), root, dirs_exist_ok=True)
     cache = root / "tiny-embedded"
-    rows = (cache / "val_rows.bin").read_bytes()[: 70 * 257 * 2]
-    (cache / "val_rows.bin").write_bytes(rows)
     manifest = prepare.load_manifest(cache)
-    manifest["files"]["val_rows.bin"] = [len(rows), prepare.file_hash(cache / "val_rows.bin")]
-    (cache / "manifest.json").write_text(json.dumps(manifest | {"data_id": prepare.data_id(manifest)}))
-    return prepared | {"AUTORESEARCH_CACHE": str(root), "OMP_NUM_THREADS": "1", "AUTORESEARCH_TIME_BUDGET": "300"}
+    for name, n_rows in (("val_rows.bin", 70), ("holdout_rows.bin", 18), ("preview_rows.bin", 5)):
+        rows = (cache / name).read_bytes()[: n_rows * 257 * 2]
+        (cache / name).write_bytes(rows)
+        manifest["files"][name] = [len(rows), file_hash(cache / name)]
+    manifest["data_id"] = prepare.data_id(manifest)
+    (cache / "manifest.json").write_text(json.dumps(manifest))
+    small = {"AUTORESEARCH_CACHE": str(root), "OMP_NUM_THREADS": "1"}
+    return prepared | small | {"AUTORESEARCH_TIME_BUDGET": "300"}
 
 
 @pytest.fixture
 def use_settings(monkeypatch):
-    """use(root, cache folder's constants and variables): prepare.settings() gives these from then on.
+    """use(root, **changes): prepare.settings() gives these from then on.
 
-    For example use(tmp_path, seq_len=32, SEED=5). The cache folder is made and returned; the process
-    counts as a new run.
+    For example use(tmp_path, seq_len=32, SEED=5): a constant of the profile, a variable. The cache
+    folder below root is made and returned; the process counts as a new run.
     """
 
     def use(root: Path, **changes) -> Path:
@@ -68,7 +74,7 @@ def use_settings(monkeypatch):
             monkeypatch.delenv(name)
         for name, value in ({"PROFILE": "tiny", "CACHE": str(root)} | variables).items():
             monkeypatch.setenv(f"AUTORESEARCH_{name}", value)
-        profile = dataclasses.replace(prepare.PROFILES["tiny"], **fields)
+        profile = replace(prepare.PROFILES["tiny"], **fields)
         monkeypatch.setitem(prepare.PROFILES, "tiny", profile)
         monkeypatch.setattr(prepare, "_run", prepare.RunState())
         prepare.settings.cache_clear()
@@ -82,7 +88,8 @@ def use_settings(monkeypatch):
 def sentences(seed: int, n: int) -> list[str]:
     """n different texts of a few dozen words each."""
     rng = random.Random(seed)
-    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(300)]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(300)]
     return [f"{i} {seed} " + " ".join(rng.choices(words, k=rng.randint(5, 60))) for i in range(n)]
 
 
@@ -93,26 +100,35 @@ def parquet(texts: list, column: str = "text") -> bytes:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """The hub's layout over plain HTTP. faults[path] lists what happens to the next requests for it, each a dict:
-    status, headers, drop (close after so many bytes), stall (so many bytes, then silence), length (a wrong one), body, plain
-    (ignore Range), to (redirect)."""
+    """The hub's layout over plain HTTP.
+
+    faults[path] lists what happens to the next requests for it, each a dict with some of: status;
+    headers; drop: close after so many bytes; stall: so many bytes, then silence; length: a wrong
+    Content-Length; body: another one; plain: ignore Range; to: redirect.
+    """
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.faults, self.requests, self.digests, self.closing = {}, {}, [], True, threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.files: dict[str, bytes] = {}
+        self.faults: dict[str, list[dict]] = {}
+        self.requests: list[tuple[str, dict]] = []  # path and headers
+        self.digests = True  # announce the SHA-256 of each file
+        self.closing = threading.Event()  # ends what stalls
+        serve = partial(self.serve_forever, poll_interval=0.02)
+        threading.Thread(target=serve, daemon=True).start()
 
     def add(self, repo: str, name: str, data: bytes) -> str:
-        path = f"/datasets/{repo}/resolve/main/{name}"
-        self.files[path] = data
-        self.files[f"/api/datasets/{repo}/tree/main?recursive=true"] = json.dumps(
-            [{"type": "file", "path": p.rsplit("/main/")[1]} for p in self.files if f"/{repo}/resolve" in p]
-            + [{"type": "file", "path": "README.md"}, {"type": "file", "path": "../evil.parquet"}]
-        ).encode()
-        return path
+        """Put a file on the hub. Returns its path there."""
+        folder = f"/datasets/{repo}/resolve/main/"
+        self.files[folder + name] = data
+        names = [path.removeprefix(folder) for path in self.files if path.startswith(folder)]
+        names += ["README.md", "../evil.parquet"]
+        listing = json.dumps([{"type": "file", "path": name} for name in names])
+        self.files[f"/api/datasets/{repo}/tree/main?recursive=true"] = listing.encode()
+        return folder + name
 
     def asked(self, name: str) -> list[dict]:
         return [headers for path, headers in self.requests if path.endswith(name)]
@@ -123,34 +139,45 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        hub, path = self.server, self.path
+        hub = self.server
+        path = self.path
         hub.requests.append((path, dict(self.headers)))
         fault = hub.faults[path].pop(0) if hub.faults.get(path) else {}
-        status, headers = fault.get("status", 200), dict(fault.get("headers", {}))
+        status = fault.get("status", 200)
+        headers = dict(fault.get("headers", {}))
         body = fault.get("body", hub.files.get(path.split("?sig")[0]))
         if body is None:
-            status, body = 404, b"Entry not found"
+            status = 404
+            body = b"Entry not found"
         elif "to" in fault:
-            status, body = 302, b""
+            status = 302
+            body = b""
             headers["Location"] = fault["to"]
         if hub.digests and status in (200, 302) and path in hub.files:
             headers["X-Linked-ETag"] = f'"{hashlib.sha256(hub.files[path]).hexdigest()}"'
         if status == 200 and "Range" in self.headers and not fault.get("plain"):
-            start, total = int(self.headers["Range"][6:-1]), len(body)
-            status, body = (206, body[start:]) if start < total else (416, b"")
-            headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}" if status == 206 else f"bytes */{total}"
+            status, body, headers["Content-Range"] = self.part_of(body)
         self.send_response(status)
-        for key, value in ({"Content-Length": fault.get("length", len(body))} | headers).items():
-            self.send_header(key, str(value))
+        headers = {"Content-Length": fault.get("length", len(body))} | headers
+        for name, value in headers.items():
+            self.send_header(name, str(value))
         self.end_headers()
-        cut = fault.get("drop", fault.get("stall", len(body)))
-        try:
-            self.wfile.write(body[:cut])
+        self.send_body(body[: fault.get("drop", fault.get("stall"))], "stall" in fault)
+
+    def part_of(self, body: bytes) -> tuple[int, bytes, str]:
+        """(status, body, Content-Range) for the range that was asked for."""
+        start = int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
+        total = len(body)
+        if start < total:
+            return 206, body[start:], f"bytes {start}-{total - 1}/{total}"
+        return 416, b"", f"bytes */{total}"
+
+    def send_body(self, body: bytes, stall: bool) -> None:
+        with contextlib.suppress(OSError):
+            self.wfile.write(body)
             self.wfile.flush()
-            if "stall" in fault:
-                hub.closing.wait(60)
-        except OSError:
-            pass
+            if stall:
+                self.server.closing.wait(60)
         self.close_connection = True
 
 
@@ -164,48 +191,57 @@ def hub():
 
 
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
-SMALL = """
-import sys, data as d, prepare as p
-p.VOCAB_SIZE, p.MAX_SEQ_LEN, p.EVAL_TOKENS = 320, 32, 32 * 40
-d.LAST_SHARD, d.TOKENIZER_SHARDS, d.PAUSE, d.TIMEOUT = 6, 2, 0.01, (2, 2)
-"""
+
+
+@dataclass
+class Preparation:
+    """prepare.py with small sizes in processes, and where its files are."""
+
+    environment: dict[str, str]
+    cache: Path
+    raw: Path
+
+    def start(self, *arguments: object, **environment: str) -> subprocess.Popen:
+        """A process of tests/small_prepare.py with these arguments and variables."""
+        command = [sys.executable, "tests/small_prepare.py", *map(str, arguments)]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=self.environment | environment, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def __call__(
+        self, *arguments: object, code: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess:
+        """Wait for such a process. It must exit with this code, and without a traceback."""
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate()
+        assert process.returncode == code, out + err
+        assert "Traceback" not in err, err
+        return subprocess.CompletedProcess(process.args, code, out, err)
 
 
 @pytest.fixture
-def climbmix(hub, tmp_path):
-    """A hub with seven small shards of climbmix, and run(*arguments, patch="") that prepares from it in a process."""
+def small_prepare(tmp_path) -> Preparation:
+    """prepare.py with small sizes and an empty cache."""
+    root = tmp_path / "cache"
+    environment = clean_environment(AUTORESEARCH_CACHE=str(root), AUTORESEARCH_PROFILE="tiny")
+    return Preparation(environment, root / "tiny-climbmix", root / "raw" / "climbmix")
+
+
+@pytest.fixture
+def climbmix(hub, small_prepare) -> Preparation:
+    """The same on a hub with seven small shards of climbmix; the last is held out."""
+    held_out = sentences(6, 200)
     for i in range(7):
         texts = sentences(i, 200)
-        if i == 3:  # copies of validation texts, one of them laid out in another way
-            texts[10:12] = [sentences(6, 200)[5], "  " + sentences(6, 200)[6].replace(" ", "\n")]
+        if i == 3:  # copies of held-out texts, one of them in another layout
+            texts[10:12] = [held_out[5], "  " + held_out[6].replace(" ", "\n")]
         hub.add(CLIMBMIX, f"shard_{i:05d}.parquet", parquet(texts))
-    env = clean_environment(AUTORESEARCH_CACHE=str(tmp_path / "cache"), AUTORESEARCH_PROFILE="tiny", HF_ENDPOINT=hub.url)
-    env["AUTORESEARCH_DATA"] = "climbmix"
-
-    def start(*arguments, patch="", **extra):
-        code = f"{SMALL}\n{patch}\nsys.argv = {['prepare.py', *arguments]!r}\nd.leave(d.run())"
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, "-c", code], cwd=REPO, env=env | extra, **pipes)
-
-    def run(*arguments, patch="", code=0, **extra):
-        process = start(*arguments, patch=patch, **extra)
-        process.out, process.err = process.communicate()
-        assert process.returncode == code, process.err
-        return process
-
-    run.start, run.cache, run.raw = start, tmp_path / "cache" / "tiny-climbmix", tmp_path / "cache" / "raw" / "climbmix"
-    return run
+    small_prepare.environment |= {"HF_ENDPOINT": hub.url, "AUTORESEARCH_DATA": "climbmix"}
+    return small_prepare
 
 
-def contents(folder: Path) -> dict:
-    """Every file's bytes by name, but unfinished ones."""
-    return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".part"}
-
-
-def until(condition) -> None:
-    """Wait for another process to get somewhere."""
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it never happened")
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes by name, except unfinished ones and locks."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.name: path.read_bytes() for path in files if path.suffix not in (".part", ".lock")}

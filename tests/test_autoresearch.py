@@ -47,7 +47,7 @@ print(f"---\\nval_bpb:   {bpb:.6f}\\n\\nMETRIC val_bpb={bpb:.6f}\\nMETRIC num_st
 def checkout(tmp_path_factory):
     """A clone with the real prepare.py, shared: each test writes its own train.py."""
     folder = make_checkout(tmp_path_factory.mktemp("clone"), HONEST, prepare=None)
-    for name in ("data.py", "machine.py"):
+    for name in ("machine.py",):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder)
     git(folder, "add", "-A")

@@ -325,9 +325,9 @@ def train_in(folder: Path, env: dict, *args, world: int = 1) -> Result:
 
 
 @pytest.fixture(scope="module")
-def brief(short) -> dict:
+def brief(few_rows) -> dict:
     """A short budget: every step is recorded."""
-    return short | {"AUTORESEARCH_TIME_BUDGET": "3"}
+    return few_rows | {"AUTORESEARCH_TIME_BUDGET": "3"}
 
 
 @pytest.fixture(scope="module")
@@ -368,8 +368,8 @@ def test_ranks_stop_together(brief, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_all(short, tmp_path):
-    result = train_in(tmp_path / "run", short, 0, "die", world=2)  # would run for 300 s
+def test_a_rank_that_dies_ends_all(few_rows, tmp_path):
+    result = train_in(tmp_path / "run", few_rows, 0, "die", world=2)  # would run for 300 s
     assert result.code != 0
     assert result.score is None
     assert "METRIC" not in result.out
@@ -378,16 +378,16 @@ def test_a_rank_that_dies_ends_all(short, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_refused_on_one_rank_is_refused(short, tmp_path):
-    result = train_in(tmp_path / "run", short, 2, "void", world=2)
+def test_a_model_refused_on_one_rank_is_refused(few_rows, tmp_path):
+    result = train_in(tmp_path / "run", few_rows, 2, "void", world=2)
     assert result.code != 0
     assert result.score is None
     assert "VoidScore: the logits contain NaN" in result.err
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_nan_on_one_rank_ends_all(short, tmp_path):
-    result = train_in(tmp_path / "run", short, 0, "nan", world=2)
+def test_a_loss_that_is_nan_on_one_rank_ends_all(few_rows, tmp_path):
+    result = train_in(tmp_path / "run", few_rows, 0, "nan", world=2)
     assert result.code != 0
     assert result.score is None
     assert re.search(r"Diverged: loss nan at step \d", result.err)

@@ -44,7 +44,7 @@ class Edit:
 
 
 @pytest.fixture(scope="module")
-def edits(short, tmp_path_factory) -> dict[str, Edit]:
+def edits(few_rows, tmp_path_factory) -> dict[str, Edit]:
     """All edits by name, run once."""
     folder = tmp_path_factory.mktemp("edits")
     files = []
@@ -58,7 +58,7 @@ def edits(short, tmp_path_factory) -> dict[str, Edit]:
     runs = folder / "runs"
     runs.mkdir()
     command = [sys.executable, str(EDITS / "run.py"), str(runs), *map(str, files)]
-    subprocess.run(command, env=short, check=True)
+    subprocess.run(command, env=few_rows, check=True)
     return {file.stem: read_edit(runs / file.stem) for file in files}
 
 

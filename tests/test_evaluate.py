@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import prepare
 import train
-from data import save_tokenizer, train_tokenizer
 from harness import parameters
 from harness.common import file_hash, write_atomic
+from harness.documents import save_tokenizer, train_tokenizer
 from harness.known_answers import FunctionModel
 from prepare import UserError, VoidScore, evaluate_bpb
 
@@ -32,7 +32,8 @@ def cache(tmp_path, monkeypatch, use_settings):
     rows[:, 0] = tokenizer.get_bos_token_id()
     rows[:, 7] = tokenizer.get_bos_token_id()  # a target of no bytes in every row
     write_atomic(folder / "val_rows.bin", rows.tobytes())
-    paths = [folder / "tokenizer.json", folder / "val_rows.bin"]
+    write_atomic(folder / "holdout_rows.bin", rows[::-4].tobytes())
+    paths = [folder / f for f in ("tokenizer.json", "val_rows.bin", "holdout_rows.bin")]
     files = {path.name: [path.stat().st_size, file_hash(path)] for path in paths}
     manifest = {"settings": {}, "files": files, "train": [], "stats": {}}
     manifest["data_id"] = prepare.data_id(manifest)

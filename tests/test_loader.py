@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prepare
-from data import DocumentEncoder, cut_points, train_tokenizer
+from harness.documents import DocumentEncoder, cut_points, train_tokenizer
 
 BOS = 9
 
@@ -111,7 +111,7 @@ def test_cut_documents_fit_and_lose_nothing():
 def test_encoder_cuts_at_blank_lines_and_keeps_every_token():
     tokenizer = train_tokenizer(iter(sentences(0, 200)), 400)
     text = "\n\n".join(" ".join(part.split()[:5]) for part in sentences(1, 200))
-    documents = [d.tolist() for _, d in DocumentEncoder(tokenizer, 100)(text)]
+    documents = [d.tokens.tolist() for d in DocumentEncoder(tokenizer, 100)(text)]
     assert all(d[0] == tokenizer.get_bos_token_id() and len(d) <= 101 for d in documents)
     assert [t for d in documents for t in d[1:]] == tokenizer.encode(text)
     at_blank = sum(tokenizer.decode(d[1:]).endswith("\n\n") for d in documents)

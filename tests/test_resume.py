@@ -58,17 +58,17 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(short, tmp_path_factory) -> Runs:
+def runs(few_rows, tmp_path_factory) -> Runs:
     """An uninterrupted run, one killed at step KILLED, and how that one went on."""
     folder = tmp_path_factory.mktemp("resume")
-    uninterrupted = train_in(folder, short, STEPS, "kill:none")
+    uninterrupted = train_in(folder, few_rows, STEPS, "kill:none")
     assert uninterrupted.code == 0, uninterrupted.err
-    killed = train_in(folder, short, STEPS, f"kill:{KILLED}", "--save")
+    killed = train_in(folder, few_rows, STEPS, f"kill:{KILLED}", "--save")
     kept = checkpoints(folder)
     (next(folder.glob("checkpoints/*")) / "00000099.pt.part").write_bytes(b"killed at writing")
     shutil.copytree(folder / "checkpoints", folder / "as_killed")
     resumed = train_in(
-        folder, short, STEPS, "kill:none", "--resume", "--sample", 3, PYTHONIOENCODING="ascii"
+        folder, few_rows, STEPS, "kill:none", "--resume", "--sample", 3, PYTHONIOENCODING="ascii"
     )
     return Runs(folder, uninterrupted, killed, kept, resumed)
 
@@ -123,29 +123,29 @@ def test_samples_come_after_the_score_and_look_like_no_metric(runs):
     assert out.index("METRIC num_steps=") < out.index("sample\n")
 
 
-def test_a_finished_run_is_not_finished_twice(runs, short):
-    again = train_in(runs.folder, short, STEPS, "kill:none", "--resume")
+def test_a_finished_run_is_not_finished_twice(runs, few_rows):
+    again = train_in(runs.folder, few_rows, STEPS, "kill:none", "--resume")
     assert again.code == 2
     assert "has finished" in again.err
     assert "METRIC" not in again.out
     assert again.record is None
 
 
-def test_an_earlier_checkpoint_can_be_named(killed_run, short):
+def test_an_earlier_checkpoint_can_be_named(killed_run, few_rows):
     path = next(killed_run.glob("checkpoints/*/00000006.pt"))
-    result = train_in(killed_run, short, STEPS, "kill:7", "--resume", path)
+    result = train_in(killed_run, few_rows, STEPS, "kill:7", "--resume", path)
     assert result.code == -9
     assert f"{path}, step 6" in result.out
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_what_differs(killed_run, short):
-    result = train_in(killed_run, short, STEPS, "kill:none", "--resume", AUTORESEARCH_SEED="7")
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(killed_run, few_rows):
+    result = train_in(killed_run, few_rows, STEPS, "kill:none", "--resume", AUTORESEARCH_SEED="7")
     assert result.code == 2
     assert "SEED 1337, not 7" in result.err
     assert "hint:" in result.err
 
 
-def test_an_edited_knob_is_named_and_refused(killed_run, short, tmp_path):
+def test_an_edited_knob_is_named_and_refused(killed_run, few_rows, tmp_path):
     source = (ROOT / "tests/ranks.py").read_text()
     edited = tmp_path / "edited.py"
     edited.write_text(
@@ -154,45 +154,45 @@ def test_an_edited_knob_is_named_and_refused(killed_run, short, tmp_path):
         )
     )
     command = [sys.executable, str(edited), str(STEPS), "kill:none", "--resume"]
-    done = subprocess.run(command, cwd=killed_run, capture_output=True, text=True, env=short)
+    done = subprocess.run(command, cwd=killed_run, capture_output=True, text=True, env=few_rows)
     assert done.returncode == 2
     assert "MATRIX_LR 0.005, not 0.0" in done.stderr
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "other"])
-def test_a_damaged_checkpoint_is_skipped_by_name(killed_run, short, damage):
+def test_a_damaged_checkpoint_is_skipped_by_name(killed_run, few_rows, damage):
     path = next(killed_run.glob("checkpoints/*/00000011.pt"))
     data = path.read_bytes()
     damaged = {"empty": b"", "truncated": data[: len(data) // 2], "other": b"x" * 99}
     path.write_bytes(damaged[damage])
-    result = train_in(killed_run, short, STEPS, "kill:7", "--resume")
+    result = train_in(killed_run, few_rows, STEPS, "kill:7", "--resume")
     assert result.code == -9
     assert re.search(r"skipped .*00000011.pt is missing or damaged", result.out)
     assert re.search(r"resumed .*00000006.pt, step 6", result.out)
 
 
-def test_no_checkpoint_is_an_error_with_a_hint(short, tmp_path):
-    result = train_in(tmp_path, short, STEPS, "kill:none", "--resume")
+def test_no_checkpoint_is_an_error_with_a_hint(few_rows, tmp_path):
+    result = train_in(tmp_path, few_rows, STEPS, "kill:none", "--resume")
     assert result.code == 2
     assert "no checkpoint in" in result.err
     assert "hint: 'train.py --save'" in result.err
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(short, tmp_path):
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(few_rows, tmp_path):
     (tmp_path / "checkpoints").symlink_to("/dev/full")  # no folder can be made there
-    result = train_in(tmp_path, short, 6, "kill:none", "--save")
+    result = train_in(tmp_path, few_rows, 6, "kill:none", "--save")
     assert result.code == 0, result.err
     assert "training goes on" in result.err
     assert result.record
 
 
-def test_two_ranks_save_and_resume_together(short, tmp_path):
-    first = train_in(tmp_path, short, 14, "kill:12", "--save", world=2)
+def test_two_ranks_save_and_resume_together(few_rows, tmp_path):
+    first = train_in(tmp_path, few_rows, 14, "kill:12", "--save", world=2)
     assert first.code != 0
     assert checkpoints(tmp_path) == ["00000006.pt", "00000011.pt"]
-    again = train_in(tmp_path, short, 14, "kill:none", "--resume", world=2)
+    again = train_in(tmp_path, few_rows, 14, "kill:none", "--resume", world=2)
     assert again.code == 0, again.err
-    whole = train_in(tmp_path, short, 14, "kill:none", world=2)
+    whole = train_in(tmp_path, few_rows, 14, "kill:none", world=2)
     assert again.record["val_bpb"] == whole.record["val_bpb"]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prepare
-from data import DocumentEncoder, learnable, save_tokenizer, train_tokenizer
+from harness.documents import DocumentEncoder, learnable, save_tokenizer, train_tokenizer
 
 TEXTS = [
     *sentences(0, 300),
@@ -102,6 +102,6 @@ def test_training_is_deterministic_and_kept_as_plain_data(tokenizer, tmp_path):
 
 
 def test_learns_from_the_beginnings_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("data.TOKENIZER_CHARS", 25)
-    monkeypatch.setattr("data.TOKENIZER_DOC_CHARS", 10)
+    monkeypatch.setattr("harness.documents.TOKENIZER_CHARS", 25)
+    monkeypatch.setattr("harness.documents.TOKENIZER_DOC_CHARS", 10)
     assert list(learnable(["a" * 30, "b", "c" * 30, "d" * 30, "e"])) == ["a" * 10, "b", "c" * 10, "d" * 10]
