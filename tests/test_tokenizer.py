@@ -77,7 +77,7 @@ def test_special_tokens_in_a_document_are_plain_text(tokenizer):
     text = "".join(prepare.SPECIAL_TOKENS)
     documents = DocumentEncoder(tokenizer, None)(text)
     assert max(tokenizer.encode(text)) < 596
-    assert [d.tolist().count(tokenizer.get_bos_token_id()) for _, d in documents] == [1]
+    assert [d.tokens.tolist().count(tokenizer.get_bos_token_id()) for d in documents] == [1]
     check(tokenizer, text)
 
 
