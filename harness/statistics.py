@@ -62,8 +62,8 @@ def report_half_copies(manifest: dict) -> None:
         for name in ("val_rows.bin", "holdout_rows.bin")
     ]
     print(
-        f"half-copies {total['half_copies']} documents dropped ({100 * dropped:.2f}% of the tokens): "
-        f"they share {WINDOW} tokens in a row with held-out rows, {' and '.join(before)} tokens "
+        f"half-copies {total['half_copies']} documents dropped ({100 * dropped:.2f}% of tokens) "
+        f"that share {WINDOW} tokens in a row with held-out rows: {' and '.join(before)} tokens "
         "before, 0% now"
     )
 
