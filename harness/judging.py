@@ -7,7 +7,7 @@ from harness.log import current
 from harness.measure import Result
 from harness.scores import read_scores, scores_of
 from harness.session import Session
-from harness.verdict import judge, kept, noise_floor
+from harness.verdict import judge, kept, noise_floor, pooled_spread
 from harness.workspace import Run, Workspace
 
 
@@ -21,7 +21,7 @@ def floor_of(workspace: Workspace, rows: list[dict]) -> tuple[float, str]:
     """(noise floor, its source) from the code that was measured most often."""
     entries = session_scores(workspace, rows)
     counts = Counter(entry["code"] for entry in entries).most_common(1)
-    return noise_floor(scores_of(entries, counts[0][0]) if counts else [])
+    return noise_floor(pooled_spread([scores_of(entries, counts[0][0])] if counts else []))
 
 
 def incumbent(rows: list[dict]) -> dict | None:

@@ -6,7 +6,7 @@ harness/log.py reads it; a metric of 0 marks a run without a score.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 # ---- rows of the log ----
@@ -239,40 +239,42 @@ USUAL_RUNS = 15  # the latest runs of a session say what is usual
 MIN_USUAL = 3
 SLOW_PROBE = 0.85  # of the usual speed
 LESS_CPU = 0.85  # of the usual CPU time
-MORE_OTHERS = 0.10  # of the machine's CPU time, above what others usually take
+TAKEN_PART = 0.5  # of the missing CPU time that must have gone to others
 
 
 def disturbance(run: dict, session: Sequence[dict]) -> str:
     """Why this run got less of the machine than usual, in words; "" if it did not, or none can say.
 
-    The speed of training itself is not looked at: an edit may be slow, and is then judged.
+    The speed of training itself is not looked at: an edit may be slow, and is then judged. An edit
+    that uses fewer cores is told from a busy machine by what others took more than usual.
 
     Args:
-        run: what the machine gave this run. Keys, each of which may be missing:
-            probe_tflops: [before, after], the speed of a fixed small product around training;
-            cpu_share: CPU seconds of the run's processes per second;
-            other_share: what other processes and the hypervisor took, of the machine's CPU time
-                (0 to 1).
+        run: what the machine gave this run. Each key may be missing: probe_tflops, [before, after],
+            the speed of a fixed small product around training; and in CPU seconds per second cpu
+            (the run's processes), others (all other processes), steal (the hypervisor) and
+            throttled (a container's CPU limit), see harness.machine_load.
         session: the same of the session's runs before it, in order, disturbed ones included: so
             that a lasting change of the machine becomes the usual state after some runs.
     """
     earlier = list(session)[-USUAL_RUNS:]
-    speed, usual = compare(run, earlier, probe_speed)
-    if usual and speed < SLOW_PROBE * usual:
+    speed, usual = with_usual(probe_speed, run, earlier)
+    if speed < SLOW_PROBE * usual:
         lost = 100 * (1 - speed / usual)
         return f"a fixed product ran {lost:.0f}% slower than usual ({speed:.3g} TFLOP/s)"
-    cpu, usual_cpu = compare(run, earlier, cpu_share)
-    others, usual_others = compare(run, earlier, other_share)
-    if usual_cpu and cpu < LESS_CPU * usual_cpu and others > usual_others + MORE_OTHERS:
+    cpu, usual_cpu = with_usual(own_cpu, run, earlier)
+    taken, usual_taken = with_usual(taken_cpu, run, earlier)
+    if cpu < LESS_CPU * usual_cpu and taken - usual_taken > TAKEN_PART * (usual_cpu - cpu):
         return (
-            f"other processes took {100 * others:.0f}% of the machine, {100 * usual_others:.0f}% "
-            f"is usual, and the run had {cpu:.2f} CPUs instead of {usual_cpu:.2f}"
+            f"it had {cpu:.2f} CPUs, {usual_cpu:.2f} is usual; others took {taken:.2f}, "
+            f"{usual_taken:.2f} is usual"
         )
     return ""
 
 
-def compare(run: dict, session: Sequence[dict], measure) -> tuple[float, float]:
-    """(value of this run, usual value): 0 where it is unknown, or too few runs say what is usual."""
+def with_usual(
+    measure: Callable[[dict], float | None], run: dict, session: Sequence[dict]
+) -> tuple[float, float]:
+    """(value of this run, median of the session); zeros if one of them is not known."""
     values = [value for value in map(measure, session) if value is not None]
     value = measure(run)
     if value is None or len(values) < MIN_USUAL:
@@ -281,16 +283,18 @@ def compare(run: dict, session: Sequence[dict], measure) -> tuple[float, float]:
 
 
 def probe_speed(telemetry: dict) -> float | None:
-    """The mean of the probes before and after training."""
+    """The mean of the probes before and after training, TFLOP/s."""
     probes = [value for value in telemetry.get("probe_tflops") or [] if value]
     return sum(probes) / len(probes) if probes else None
 
 
-def cpu_share(telemetry: dict) -> float | None:
+def own_cpu(telemetry: dict) -> float | None:
     """CPU seconds of the run per second."""
-    return telemetry.get("cpu_share")
+    return telemetry.get("cpu")
 
 
-def other_share(telemetry: dict) -> float | None:
-    """The part of the machine's CPU time that others took."""
-    return telemetry.get("other_share")
+def taken_cpu(telemetry: dict) -> float | None:
+    """CPU seconds per second that the run could not have."""
+    parts = [telemetry.get(name) for name in ("others", "steal", "throttled")]
+    known = [part for part in parts if part is not None]
+    return sum(known) if known else None

@@ -277,8 +277,10 @@ def test_neutral_edits_alone_are_rarely_kept(draw):
 # ---- disturbed runs ----
 
 
-def telemetry(speed=0.40, cpu=1.95, others=0.02):
-    return {"probe_tflops": [speed, speed * 1.01], "cpu_share": cpu, "other_share": others}
+def telemetry(speed=0.40, cpu=1.95, others=0.02, steal=0.0):
+    """What a machine with two cores gave."""
+    probes = [speed, speed * 1.01]
+    return {"probe_tflops": probes, "cpu": cpu, "others": others, "steal": steal}
 
 
 USUAL = [telemetry(0.40 + 0.01 * (n % 3), 1.95 - 0.02 * (n % 2)) for n in range(6)]
@@ -295,8 +297,9 @@ def test_a_run_slowed_by_a_third_is_disturbed():
 
 
 def test_a_busy_loop_beside_the_training_only_is_seen_by_the_cpu_shares():
-    words = disturbance(telemetry(cpu=1.33, others=0.33), USUAL)
-    assert "other processes took 33%" in words
+    words = disturbance(telemetry(cpu=1.33, others=0.67), USUAL)
+    assert words == "it had 1.33 CPUs, 1.94 is usual; others took 0.67, 0.02 is usual"
+    assert "others took 0.67" in disturbance(telemetry(cpu=1.33, others=0, steal=0.67), USUAL)
 
 
 def test_an_edit_that_is_slower_itself_is_judged():
@@ -310,7 +313,7 @@ def test_other_programs_that_do_not_slow_the_run_are_no_disturbance():
 
 
 @pytest.mark.parametrize(
-    "run", [{}, {"probe_tflops": []}, {"probe_tflops": [None, None]}, {"cpu_share": None}]
+    "run", [{}, {"probe_tflops": []}, {"probe_tflops": [None, None]}, {"cpu": None}]
 )
 def test_missing_telemetry_disturbs_nothing(run):
     assert disturbance(run, USUAL) == ""
