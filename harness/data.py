@@ -113,8 +113,7 @@ def write_settings(settings: Settings, data_id: str, path: Path) -> None:
     """The resolved settings for the outer process, which does not import prepare.py."""
     content = {
         "profile": settings.profile,
-        "data": settings.data,
-        "data_choice": data_choice(settings),  # the value of AUTORESEARCH_DATA that gives them
+        "data": data_choice(settings),
         "data_id": data_id,
         "time_budget": settings.time_budget,
         "seed": settings.seed,

@@ -19,9 +19,12 @@ from small_prepare import small_settings
 
 import prepare
 from harness.common import UserError
+from harness.data import remember, run
 from harness.documents import Document, DocumentEncoder, train_tokenizer
-from harness.folder import file_texts, folder_source
+from harness.fixed import fixed_hash
+from harness.folder import file_texts, find_files, folder_source
 from harness.overlap import HeldOut
+from harness.settings import choice_file
 from harness.shards import write_shard
 from harness.sources import (
     EMBEDDED_HELD_OUT,
@@ -392,6 +395,41 @@ def test_folder_cache(folder, tmp_path, small_prepare):
     assert more > manifest["total"]["tokens"]
 
 
+def test_what_is_not_read_is_counted_by_kind(folder, tmp_path):
+    for i in range(5):
+        (folder / f"{i}.json").write_text("{}")
+    (folder / "deep" / "notes.ipynb").write_text("{}")
+    (folder / "Makefile").write_text("all:")
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+    found = find_files(folder)
+    assert len(found.read) == 102
+    kinds = {".json": 5, ".ipynb": 1, ".png": 1, "without a suffix": 1}
+    assert found.passed_over == kinds | {"broken links": 1, "hidden": 1}
+
+
+def test_linked_folders_are_read_once(folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "linked.txt").write_text("a text")
+    (folder / "a link").symlink_to(tmp_path / "other")
+    (folder / "the same").symlink_to(tmp_path / "other")
+    (folder / "deep" / "loop").symlink_to(folder)
+    found = find_files(folder)
+    assert [path.name for path in found.read].count("linked.txt") == 1
+    assert len(found.read) == 103 and found.passed_over["folders linked twice"] == 2
+
+
+def test_another_field_of_json_lines_is_named(tmp_path):
+    lines = [json.dumps({"id": f"{i}", "content": text}) for i, text in enumerate(sentences(1, 50))]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.json").write_text("[]")
+    with pytest.raises(UserError) as error:
+        split(tmp_path)
+    message = str(error.value)
+    assert "0.0 MB of text in 0 texts" in message and "files passed over: 1 .json" in message
+    assert "texts skipped: 50 no field 'text' but 'content'" in message
+    assert message.endswith("hint: rename the field 'content' to 'text', or more text")
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -445,3 +483,64 @@ def test_unfinished_cache_is_not_trained_on(tiny_copy):
     (tiny_copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="unfinished.*prepare.py"):
         prepare.Tokenizer.from_directory(tiny_copy)
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def test_the_choice_of_data_is_told_and_noted(folder, tmp_path, small_prepare):
+    file = tmp_path / "settings.json"
+    err = small_prepare("--data", folder, "--settings-file", file).stderr
+    noted = small_prepare.cache.parent / "checkout" / ".autoresearch" / "data"
+    assert f"this checkout now trains on {folder}" in err and str(noted) in err
+    assert noted.read_text() == f"{folder}\n"
+    settings = json.loads(file.read_text())
+    (cache,) = small_prepare.cache.parent.glob("tiny-My-Texts-*[0-9a-f]")
+    assert settings == {
+        "profile": "tiny",
+        "data": str(folder),
+        "data_id": prepare.load_manifest(cache)["data_id"],
+        "time_budget": 300.0,
+        "seed": 1337,
+        "cache": str(cache),
+        "device": prepare.get_device().type,
+        "eval_version": prepare.EVAL_VERSION,
+        "fixed": fixed_hash(ROOT),
+    }
+
+
+def test_a_choice_that_the_environment_overrides_is_not_noted(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("AUTORESEARCH_DATA", "embedded")
+    remember(replace(SMALL, data_path=folder), tmp_path / "checkout")
+    assert f"set AUTORESEARCH_DATA={folder} to train on it" in capsys.readouterr().err
+    assert not (tmp_path / "checkout").exists()
+
+
+def test_the_noted_choice_holds_for_the_checkout_and_its_worktrees(tmp_path):
+    checkout = tmp_path / "checkout"
+    worktree = checkout / ".autoresearch" / "worktrees" / "1"
+    for folder in (checkout, worktree):
+        shutil.copytree(ROOT / "harness", folder / "harness")
+        shutil.copy(ROOT / "prepare.py", folder)
+    choice_file(checkout).write_text("tinystories\n")
+    code = "import prepare; print(prepare.DATA)"
+    for folder in (checkout, worktree):
+        environment = clean_environment()
+        printed = subprocess.check_output(
+            [sys.executable, "-c", code], cwd=folder, env=environment, text=True
+        )
+        assert printed == "tinystories\n"
+    environment = clean_environment(AUTORESEARCH_DATA="climbmix")
+    printed = subprocess.check_output(
+        [sys.executable, "-c", code], cwd=checkout, env=environment, text=True
+    )
+    assert printed == "climbmix\n"
+
+
+def test_a_vocabulary_too_large_for_the_shards_is_refused_first(tmp_path):
+    settings = replace(SMALL, vocab_size=65_537, root=tmp_path / "cache")
+    with pytest.raises(UserError, match="vocab_size 65537.*16-bit.*at most 65536"):
+        run([], make_settings=lambda data: settings)
+    assert not (tmp_path / "cache").exists()
