@@ -783,13 +783,14 @@ def preview_bpb(model, batch_size: int) -> float:
     return bpb
 
 
-def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
+def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, facts: dict | None = None) -> float:
     """Bits per byte of the model on the profile's validation rows, by its logits; lower is better.
 
     Asks model(x) for logits [B, T, vocab] under the caller's autocast; everything else is done
     here. The result does not depend on batch_size, which is halved when memory runs out. The score
     is recorded in AUTORESEARCH_RUN_DIR. With several ranks, each checks the model and scores every
-    world-size-th row; all return the same score, and rank 0 records it.
+    world-size-th row; all return the same score, and rank 0 records it. facts: what else shall
+    stand in the record (how the run was set up); it cannot replace what is recorded here.
 
     Raises:
         VoidScore: the model uses future tokens or other rows, changes while it is scored, or
@@ -813,7 +814,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int) -> float:
     total = sum_over_ranks(nats.sum().item())
     bpb = total / (math.log(2) * n_bytes)
     device = next(model.parameters()).device
-    record = {
+    record = (facts or {}) | {
         "run_id": os.environ.get("AUTORESEARCH_RUN_ID", ""),
         "val_bpb": bpb,
         "nats": total,

@@ -622,6 +622,7 @@ class Run:
     optimizer: MuonAdamW
     scaler: torch.amp.GradScaler
     log: TrainingLog
+    facts: dict  # for the record of the score: compiled or not, attention, versions
     rank_rows: int  # rows of this rank in an optimizer step
     rows: int  # rows per forward pass, a divisor of rank_rows
     unused: list[str] = field(default_factory=list)  # parameters that get no gradient
@@ -731,10 +732,13 @@ def setup() -> Run:
     log.say("data", f"{PROFILE}, data_id {data_id}, seed {SEED}")
     log.say("model", f"{size}, {n_params:.1f} M parameters")
     mode = f"not compiled ({why_eager})" if why_eager else "compiled"
+    if why_eager and COMPILE:
+        print(f"train.py: slow, because the model is not compiled: {why_eager}", file=sys.stderr)
     log.say("device", f"{world} x {device.type}, {str(dtype).removeprefix('torch.')}, {mode}")
     log.say("attention", attention)
     log.say("peak", peak)
-    return Run(device, tokenizer, model, optimizer, scaler, log, rank_rows, rows)
+    facts = machine.run_facts(dtype, why_eager, attention)
+    return Run(device, tokenizer, model, optimizer, scaler, log, facts, rank_rows, rows)
 
 
 def add_gradients(run: Run, model: nn.Module):
@@ -783,6 +787,8 @@ def train_loop(run: Run, clock: Clock, saver: checkpoints.Saver) -> None:
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection in the middle of a run costs half a second
+    dtype = run.model.config.dtype
+    speed_before = machine.speed_now(run.device, dtype)
     clock.start(run.elapsed)
     while not clock.done():
         set_schedules(run.optimizer, clock.progress(), run.step)
@@ -807,6 +813,7 @@ def train_loop(run: Run, clock: Clock, saver: checkpoints.Saver) -> None:
             with run.autocast():
                 run.log.add_preview(run.elapsed, prepare.preview_bpb(run.model, run.rows))
     clock.stop()
+    run.facts["probe_tflops"] = [speed_before, machine.speed_now(run.device, dtype)]
     run.log.finish(run.step, clock.elapsed())
 
 
@@ -814,7 +821,7 @@ def summarize(run: Run, training_seconds: float, startup_seconds: float) -> None
     """Score the model and print the result."""
     start = time.perf_counter()
     with run.autocast():
-        val_bpb = evaluate_bpb(run.model, run.tokenizer, run.rows)
+        val_bpb = evaluate_bpb(run.model, run.tokenizer, run.rows, run.facts)
     end = time.perf_counter()
     tokens = run.step * TOTAL_BATCH_SIZE
     print_summary({

@@ -1,24 +1,47 @@
 """What training needs to know of the machine: processes, precision, compiler, peak, memory."""
 
 import contextlib
+import hashlib
 import math
 import os
+import platform
 import re
 import resource
+import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from harness.common import is_out_of_memory
+from harness.common import UserError, is_out_of_memory, write_atomic
 
 # ---------------------------------------------------------------------------- processes
+
+
+def refuse_unused_gpu() -> None:
+    """A GPU with a driver too old for this torch must not become a run on the CPU.
+
+    Raises:
+        UserError: torch was built for CUDA and there is an NVIDIA driver, but no usable device.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.version.cuda is None or hidden in ("", "-1", "NoDevFiles"):
+        return
+    if Path("/proc/driver/nvidia/version").exists():
+        raise UserError(
+            f"there is an NVIDIA driver, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
+            "cannot use a GPU: the driver is too old, or the card is. hint: update the driver "
+            "(CUDA 13 needs 580 or newer), or install another torch, see docs/devices.md; "
+            "CUDA_VISIBLE_DEVICES= trains on the CPU on purpose"
+        )
 
 
 def backend_for(device: torch.device) -> str:
@@ -27,14 +50,20 @@ def backend_for(device: torch.device) -> str:
 
 
 def start_process() -> torch.device:
-    """Join the other ranks, choose the device, fix where compiled code is kept.
+    """Join the other ranks, choose the device, set up the compiler.
 
     Of several ranks only rank 0 prints to stdout.
+
+    Raises:
+        UserError: there is an NVIDIA GPU that torch cannot use.
     """
-    # Kept, so that a second run starts in seconds. Set in any case: importing torch has already
-    # named a folder in /tmp.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(prepare.settings().root / "compiled")
+    if hasattr(sys.stdout, "reconfigure"):  # no character of a sample can end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stderr.reconfigure(errors="backslashreplace")
+    set_up_compiler(prepare.settings().root / "compiled")
     device = prepare.get_device()
+    if device.type == "cpu":
+        refuse_unused_gpu()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -102,11 +131,41 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def path_without_spaces(folder: Path) -> Path:
+    """The folder, or a link to it: torch puts paths into a compiler's command line as they are."""
+    if not re.search(r"\s", str(folder)):
+        return folder
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]
+    link = Path(tempfile.gettempdir(), f"autoresearch-{os.getuid()}-{name}")
+    if not link.is_symlink():
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            link.symlink_to(folder.resolve(), target_is_directory=True)
+    return link
+
+
+def set_up_compiler(folder: Path) -> None:
+    """Keep compiled code in that folder, so that a second run starts in seconds.
+
+    CXX may hold several words, such as "ccache g++"; torch wants one, so it gets a script.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = path_without_spaces(folder)
+    # Set in any case: importing torch has already named a folder in /tmp
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    command = os.environ.get("CXX", "")
+    if len(shlex.split(command)) > 1 and not shutil.which(command):
+        name = hashlib.sha256(command.encode()).hexdigest()[:12]
+        script = folder / f"cxx-{name}.sh"
+        write_atomic(script, f'#!/bin/sh\nexec {command} "$@"\n'.encode())
+        script.chmod(0o755)
+        os.environ["CXX"] = str(script)
+
+
 def why_not_compiled(device: torch.device) -> str:
     """Empty if torch.compile works here, else why not: it needs a compiler and Python's headers."""
     if device.type == "mps":
         return "not on MPS"
-    compilers = (os.environ.get("CXX", "g++"), "clang++")
+    compilers = (os.environ.get("CXX") or "g++", "clang++")
     if device.type == "cpu" and not any(map(shutil.which, compilers)):
         return "no C++ compiler"
 
@@ -190,6 +249,46 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
     peak = 2 * n**3 / best
     kind = str(dtype).removeprefix("torch.")
     return peak, f"{peak / 1e12:.2f} TFLOP/s (measured, {kind} {n}x{n} product)"
+
+
+# ---------------------------------------------------------------------------- what a run ran on
+
+
+def processor_name() -> str:
+    """The processor's model name, or its architecture where it has none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def run_facts(dtype: torch.dtype, why_eager: str, attention: str) -> dict:
+    """For the record of the score: runs that differ in one of these are no equals in speed."""
+    return {
+        "compiled": not why_eager,
+        "eager_reason": why_eager,
+        "attention": attention.split()[0],
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": processor_name(),
+        "ranks": prepare.ranks()[1],
+    }
+
+
+def speed_now(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """TFLOP/s of a fixed product at this moment: what else the machine does shows in it."""
+    n = 512 if device.type == "cpu" else 4096
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    a @ a
+    prepare.synchronize()
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        a @ a
+        done += 1
+        prepare.synchronize()
+    return round(2 * n**3 * done / (time.perf_counter() - start) / 1e12, 4)
 
 
 # ---------------------------------------------------------------------------- memory

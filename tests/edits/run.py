@@ -59,7 +59,7 @@ def run_train(path: Path, original: types.ModuleType) -> None:
     train.Clock = CountingClock
     evaluate_bpb = train.evaluate_bpb
 
-    def evaluate_and_compare(model, tokenizer, rows):
+    def evaluate_and_compare(model, tokenizer, rows, facts):
         """Is what trains what is scored? The loss beside the cross-entropy of the logits."""
         x, y, _ = next(prepare.make_dataloader(tokenizer, 4, prepare.MAX_SEQ_LEN, "train"))
         model.eval()
@@ -68,7 +68,7 @@ def run_train(path: Path, original: types.ModuleType) -> None:
             logits = model(x)
         model.train()
         if not isinstance(logits, torch.Tensor):
-            return evaluate_bpb(model, tokenizer, rows)
+            return evaluate_bpb(model, tokenizer, rows, facts)
         facts = {
             "loss": loss,
             "cross_entropy": F.cross_entropy(logits.flatten(0, 1), y.flatten()).item(),
@@ -77,7 +77,7 @@ def run_train(path: Path, original: types.ModuleType) -> None:
             "rows": rows,
         }
         Path("facts.json").write_text(json.dumps(facts))
-        return evaluate_bpb(model, tokenizer, rows)
+        return evaluate_bpb(model, tokenizer, rows, facts)
 
     train.evaluate_bpb = evaluate_and_compare
     with exit_codes():
