@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 import prepare
 from harness.common import UserError, write_atomic
 from harness.fixed import fixed_hash
@@ -111,6 +113,7 @@ def data_choice(settings: Settings) -> str:
 
 def write_settings(settings: Settings, data_id: str, path: Path) -> None:
     """The resolved settings for the outer process, which does not import prepare.py."""
+    device = prepare.get_device().type
     content = {
         "profile": settings.profile,
         "data": data_choice(settings),
@@ -118,7 +121,8 @@ def write_settings(settings: Settings, data_id: str, path: Path) -> None:
         "time_budget": settings.time_budget,
         "seed": settings.seed,
         "cache": str(settings.cache),
-        "device": prepare.get_device().type,
+        "device": device,
+        "gpus": torch.cuda.device_count() if device == "cuda" else 0,  # a rank each
         "eval_version": prepare.EVAL_VERSION,
         "fixed": fixed_hash(CHECKOUT),
     }

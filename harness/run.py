@@ -181,18 +181,9 @@ def prepare_data(
     ended = call(command, root, [environment], [log])
     if ended.code == 130:
         raise Failed(130, f"prepare.py was interrupted: {last_words(log)}")
-    if ended.code == 2 and "unrecognized arguments: --settings-file" in last_words(log):
-        ended = call(command[:2], root, [environment], [log])
     if ended.code:
         raise Failed(2, f"prepare.py failed: {last_words(log)}")
     log.unlink(missing_ok=True)
-    if not file.exists():
-        budget, seed = read_setting("TIME_BUDGET", environment), read_setting("SEED", environment)
-        unknown = dict.fromkeys(("profile", "data", "data_id"))
-        return unknown | {
-            "time_budget": budget or 300.0,
-            "seed": 1337 if seed is None else seed,
-        }, ended
     try:
         return json.loads(file.read_text()), ended
     except (OSError, ValueError) as error:

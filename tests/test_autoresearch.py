@@ -46,13 +46,7 @@ print(f"---\\nval_bpb:   {bpb:.6f}\\n\\nMETRIC val_bpb={bpb:.6f}\\nMETRIC num_st
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     """A clone with the real prepare.py, shared: each test writes its own train.py."""
-    folder = make_checkout(tmp_path_factory.mktemp("clone"), HONEST, prepare=None)
-    for name in ("machine.py",):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, folder)
-    git(folder, "add", "-A")
-    git(folder, "commit", "-q", "--allow-empty", "-m", "all")
-    return folder
+    return make_checkout(tmp_path_factory.mktemp("clone"), HONEST, prepare=None)
 
 
 def run(checkout, prepared, train, **changes):

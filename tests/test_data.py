@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from conftest import contents, parquet, sentences
 from helpers import ROOT, clean_environment
 from small_prepare import small_settings
@@ -504,6 +505,7 @@ def test_the_choice_of_data_is_told_and_noted(folder, tmp_path, small_prepare):
         "seed": 1337,
         "cache": str(cache),
         "device": prepare.get_device().type,
+        "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "eval_version": prepare.EVAL_VERSION,
         "fixed": fixed_hash(ROOT),
     }

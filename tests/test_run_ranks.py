@@ -96,3 +96,35 @@ def test_ranks_share_the_cores_and_one_address():
     assert (first.pop("LOCAL_RANK"), second.pop("LOCAL_RANK")) == ("0", "1")
     assert first == second and first["WORLD_SIZE"] == "2" and int(first["OMP_NUM_THREADS"]) >= 1
     assert rank_environments({"HOME": "/h"}, 1) == [{"HOME": "/h"}]
+
+
+UNIFORM = """
+import os
+import torch
+import torch.distributed as dist
+from prepare import Tokenizer, evaluate_bpb
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    dist.init_process_group("gloo")
+tokenizer = Tokenizer.from_directory()
+
+class Uniform(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(tokenizer.get_vocab_size()))
+    def forward(self, x):
+        return self.table.expand(*x.shape, -1)
+
+bpb = evaluate_bpb(Uniform(), tokenizer, 64)
+if int(os.environ.get("RANK", 0)) == 0:
+    print(f"METRIC val_bpb={bpb:.6f}")
+"""
+
+
+@pytest.mark.slow
+def test_the_real_evaluator_gives_two_ranks_the_score_of_one(tmp_path, prepared):
+    checkout = Checkout(make_checkout(tmp_path / "clone", UNIFORM, prepare=None))
+    checkout.environment |= prepared
+    one = checkout.run()
+    two = checkout.run(AUTORESEARCH_RANKS="2", OMP_NUM_THREADS="1")
+    assert (one.returncode, two.returncode) == (0, 0), one.err + two.err
+    assert one.out == two.out and one.out.startswith("\nMETRIC val_bpb=")
