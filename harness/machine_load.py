@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.process import RUN_ID, run_processes
+from harness.process import RUN_ID, environments, marked
 
 PROC = Path("/proc")
-INTERVAL = 2.0  # seconds between two samples
+INTERVAL = 3.0  # seconds between two samples
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,22 @@ class Counters:
     def __init__(self, run_id: str):
         self.run_id = run_id
         self.seen: dict[int, tuple[float, float]] = {}  # pid: its last process_seconds
+        # Processes of others, to look at no more. Not after one look: a child that is just being
+        # started still shows the environment of its parent.
+        self.foreign_once: set[int] = set()
+        self.foreign: set[int] = set()
+
+    def find(self) -> list[int]:
+        """The run's processes that are alive."""
+        found, foreign = [], set()
+        for pid, entries in environments(self.foreign):
+            if marked(entries).get(RUN_ID) == self.run_id:
+                found.append(pid)
+            else:
+                foreign.add(pid)
+        self.foreign |= foreign & self.foreign_once
+        self.foreign_once = foreign
+        return found
 
     def read(self) -> Sample:
         """The counters now."""
@@ -63,10 +79,9 @@ class Counters:
         words = (PROC / "stat").read_text().split("\n", 1)[0].split()[1:]
         user, nice, system, _, _, irq, softirq, steal = (int(word) for word in words[:8])
         ticks = os.sysconf("SC_CLK_TCK")
-        for pid, found in run_processes():
-            if found[RUN_ID] == self.run_id:
-                with contextlib.suppress(OSError, ValueError):
-                    self.seen[pid] = process_seconds(pid)
+        for pid in self.find():
+            with contextlib.suppress(OSError, ValueError):
+                self.seen[pid] = process_seconds(pid)
         own, waited = (sum(column) for column in zip((0.0, 0.0), *self.seen.values(), strict=True))
         busy = (user + nice + system + irq + softirq) / ticks
         return Sample(now, own, waited, busy, steal / ticks, throttled_seconds())

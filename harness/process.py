@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,14 +70,18 @@ def run_variables(run_id: str, checkout: Path) -> dict[str, str]:
     return {RUN_ID: run_id, CHECKOUT: checkout_id(checkout), OWNER: this_process()}
 
 
-def environments() -> Iterator[tuple[int, list[str]]]:
-    """(pid, entries NAME=VALUE) of every other process whose environment this user may read."""
+def environments(passed: Container[int] = ()) -> Iterator[tuple[int, list[str]]]:
+    """(pid, entries NAME=VALUE) of every other process whose environment this user may read.
+
+    Processes in `passed` are left out.
+    """
     if Path("/proc/self/environ").exists():
         for folder in Path("/proc").iterdir():
-            if folder.name.isdigit() and int(folder.name) != os.getpid():
+            pid = int(folder.name) if folder.name.isdigit() else os.getpid()
+            if pid != os.getpid() and pid not in passed:
                 with contextlib.suppress(OSError):  # gone meanwhile, or another user's
                     entries = (folder / "environ").read_bytes().split(b"\0")
-                    yield int(folder.name), [os.fsdecode(entry) for entry in entries]
+                    yield pid, [os.fsdecode(entry) for entry in entries]
         return
     # macOS and BSD: the words of the environment follow those of the command
     command = ["ps", "-axEww", "-o", "pid=,command="]

@@ -230,7 +230,7 @@ def run_command(args: argparse.Namespace) -> int:
     if outcome.marks:
         say(f"marked: {outcome.marks}")
     if outcome.record.get("compiled") is False:
-        reason = outcome.record.get("eager_reason") or "see the line 'compiled' of run.log"
+        reason = outcome.record.get("eager_reason") or "no reason is recorded"
         say(f"the model was not compiled, so it trained slowly: {reason}")
     print("", *outcome.metric_lines, sep="\n")
     return 0

@@ -75,6 +75,22 @@ def test_the_counters_see_a_run_and_its_children_and_keep_what_they_used(tmp_pat
     assert counters.read().busy >= after.busy >= used.busy
 
 
+def test_a_child_that_is_just_being_started_is_found_at_the_next_look(monkeypatch):
+    """Between fork and exec it shows the environment of its parent."""
+    ours, others = ["AUTORESEARCH_RUN_ID=run"], ["HOME=/h"]
+    looks = [{5: others, 6: others}, {5: ours, 6: others}, {5: ours}]
+    passed = []
+
+    def look(foreign):
+        passed.append(set(foreign))
+        return list(looks[len(passed) - 1].items())
+
+    monkeypatch.setattr(machine_load, "environments", look)
+    counters = Counters("run")
+    assert [counters.find() for _ in looks] == [[], [5], [5]]
+    assert passed == [set(), set(), {6}]  # another's process is looked at twice
+
+
 @linux
 def test_a_meter_samples_while_it_is_open(monkeypatch):
     monkeypatch.setattr(machine_load, "INTERVAL", 0.01)
