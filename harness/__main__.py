@@ -21,6 +21,7 @@ all else goes to stderr.
 """
 ENVIRONMENT = """\
 Environment: AUTORESEARCH_TIME_BUDGET (seconds), _PROFILE, _DATA, _CACHE, _SEED, see README.md;
+_RANKS (processes that train together; default: one per NVIDIA GPU, else 1),
 _HARD_LIMIT (seconds until a run is killed; default: twice the budget and 120),
 _RUN_DIR (folder for the record of a run; default: .autoresearch/last),
 _PYTHON (an interpreter to use as it is; nothing is set up then).

@@ -127,6 +127,9 @@ def start_session(args: argparse.Namespace) -> int:
     root = args.root
     if not has_commits(root):
         raise UserError("no git commit to start a session from. hint: git init, then commit")
+    if changed := changed_files(root, "HEAD"):
+        names = " ".join(changed[:SHOWN])
+        raise UserError(f"fixed file not committed: {names}. hint: commit it, then repeat this")
     git("update-ref", SESSION, "HEAD", root=root)
     begin = git("rev-parse", "--short", "HEAD", root=root)
     say(f"a new session starts at {begin}: the fixed files are {' '.join(FIXED)}")

@@ -72,13 +72,16 @@ def check_exit(ended: Ended, limit: float, log: Path) -> None:
     raise Failed(1, f"train.py crashed (exit code {code}): {words}")
 
 
-def read_record(path: Path, printed: str) -> dict:
+def read_record(path: Path, printed: str, ranks: int) -> dict:
     """The one line that the evaluator wrote for this run."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     if not lines:
         raise Failed(5, f"void: val_bpb={printed} was printed, but evaluate_bpb recorded nothing")
     if len(lines) > 1:
-        raise Failed(5, f"void: evaluate_bpb recorded {len(lines)} scores in one run")
+        words = f"void: evaluate_bpb recorded {len(lines)} scores in one run"
+        if len(lines) == ranks > 1:
+            words += ". hint: a train.py for one process needs AUTORESEARCH_RANKS=1"
+        raise Failed(5, words)
     try:
         record = json.loads(lines[0])
         record["val_bpb"] = float(record["val_bpb"])
@@ -101,7 +104,7 @@ def read_score(log: Path, record_path: Path, settings: Mapping, run_id: str) -> 
     if len(set(names)) < len(names):
         raise Failed(5, "void: a METRIC name was printed twice")
     score = dict(printed)["val_bpb"]
-    record = read_record(record_path, score)
+    record = read_record(record_path, score, settings["ranks"])
     check_record(record, settings, run_id)
     recorded = record["val_bpb"]
     if not abs(float(score) - recorded) < SAME_SCORE:

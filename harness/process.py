@@ -86,7 +86,7 @@ def environments(passed: Container[int] = ()) -> Iterator[tuple[int, list[str]]]
     # macOS and BSD: the words of the environment follow those of the command
     command = ["ps", "-axEww", "-o", "pid=,command="]
     listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    for line in listing.splitlines():
+    for line in filter(str.strip, listing.splitlines()):
         number, *words = line.split()
         if number.isdigit() and int(number) != os.getpid():
             yield int(number), words

@@ -63,12 +63,12 @@ def run_experiment(
             environment = run_environment(environment)
             environment |= run_variables(run_id, checkout or root)
             environment |= {"AUTORESEARCH_RUN_DIR": str(run_dir.resolve())}
-            return measure(root, environment, python, session, accept, tell)
+            return run_in_order(root, environment, python, session, accept, tell)
     except UserError as error:
         return Outcome(2, str(error))
 
 
-def measure(
+def run_in_order(
     root: Path,
     environment: Mapping[str, str],
     python: str,
@@ -85,6 +85,8 @@ def measure(
         if remark := check_fixed(root, session):
             tell(remark)
         settings, started = prepare_data(root, run_dir, environment, python)
+        ranks = number_of_ranks(read_setting("RANKS", environment), settings)
+        settings["ranks"] = ranks
         tell(
             f"profile {settings['profile']}, data {settings['data']} ({settings['data_id']}), "
             f"budget {settings['time_budget']:g} s, seed {settings['seed']}"
@@ -92,7 +94,6 @@ def measure(
         if accept:
             accept(settings)
         limit = read_setting("HARD_LIMIT", environment) or 2 * settings["time_budget"] + 120
-        ranks = number_of_ranks(read_setting("RANKS", environment), settings)
         logs = rank_logs(log, run_dir, ranks)
         with LoadMeter(environment[RUN_ID]) as meter:
             environments = rank_environments(environment, ranks)

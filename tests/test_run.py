@@ -350,6 +350,12 @@ def test_fixed_files_are_those_of_the_session(checkout):
     assert checkout.run().returncode == 2
     git(checkout.root, "update-index", "--assume-unchanged", "prepare.py")  # nor hiding it
     assert checkout.run().returncode == 2
+    with open(checkout.root / "prepare.py", "a") as file:
+        file.write("# easier still\n")
+    git(checkout.root, "update-index", "--no-assume-unchanged", "prepare.py")
+    done = checkout.run(None, "session")
+    assert done.returncode == 2 and "fixed file not committed: prepare.py" in done.err
+    git(checkout.root, "commit", "-qam", "easier still")
     done = checkout.run(None, "session")
     assert done.returncode == 0 and "a new session starts at" in done.err
     assert "prepare.py autoresearch.sh pyproject.toml harness" in done.err

@@ -74,6 +74,14 @@ def test_a_timeout_ends_all_ranks(checkout):
     assert not any(is_alive(checkout.pid(f"pid{rank}")) for rank in range(3))
 
 
+def test_a_train_py_for_one_process_is_told_how_to_run(checkout):
+    alone = "import prepare\nprint(f'METRIC val_bpb={prepare.evaluate(1.25):.6f}')\n"
+    done = checkout.run(alone, AUTORESEARCH_RANKS="2")
+    assert done.returncode == 5
+    assert "recorded 2 scores in one run. hint: a train.py for one process needs" in done.err
+    assert checkout.run(alone, AUTORESEARCH_RANKS="1").returncode == 0
+
+
 def test_there_is_a_rank_for_each_gpu_unless_a_number_is_asked_for():
     assert number_of_ranks(None, {}) == number_of_ranks(None, {"gpus": 0}) == 1
     assert number_of_ranks(None, {"gpus": 8}) == 8
