@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 
 import prepare
+from harness.attention import fetch_fa3
 from harness.common import UserError, write_atomic
 from harness.fixed import fixed_hash
 from harness.folder import folder_source
@@ -81,6 +82,8 @@ def run(
     if args.stats:
         show_stats(settings)
         return 0
+    if settings.profile == "full":
+        fetch_fa3(settings.root)
     source = open_source(settings, args.num_shards)
     manifest = prepare_data(settings, source, args.allow_missing, args.verify)
     if manifest["made"]:

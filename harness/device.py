@@ -26,6 +26,9 @@ from harness.common import UserError, is_out_of_memory, write_atomic
 # ---------------------------------------------------------------------------- processes
 
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # is there when the driver is loaded
+
+
 def refuse_unused_gpu() -> None:
     """A GPU with a driver too old for this torch must not become a run on the CPU.
 
@@ -35,7 +38,7 @@ def refuse_unused_gpu() -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None or hidden in ("", "-1", "NoDevFiles"):
         return
-    if Path("/proc/driver/nvidia/version").exists():
+    if NVIDIA_DRIVER.exists():
         raise UserError(
             f"there is an NVIDIA driver, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "cannot use a GPU: the driver is too old, or the card is. hint: update the driver "

@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,113 @@ def test_plain_is_the_last_resort():
     for wanted in ("auto", "sdpa"):
         function, why = pick(wanted, sdpa=broken)
         assert function is train.plain_attention
+
+
+@dataclass
+class FakeKernels:
+    """The package `kernels`, as far as it is used, and how often the hub was asked."""
+
+    folder: Path
+    downloads: int = 0
+    online: bool = True
+
+    def install_kernel(self, repository, version):
+        assert (repository, version) == (attention.FA3_REPOSITORY, 1)
+        if not self.online:
+            raise OSError("no network")
+        self.downloads += 1
+        return self.folder / "snapshots" / "abc123" / "build" / "torch213-cu130"
+
+    def get_local_kernel(self, path):
+        assert path == self.folder / "snapshots" / "abc123"
+        return SimpleNamespace(flash_attn_func=train.plain_attention)
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """A machine with a Hopper GPU, an empty cache and a hub."""
+    settings = replace(prepare.make_settings(), root=tmp_path)
+    monkeypatch.setattr(prepare, "settings", lambda: settings)
+    kernels = FakeKernels(tmp_path)
+    monkeypatch.setitem(sys.modules, "kernels", kernels)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    return kernels
+
+
+def test_fa3_is_fetched_once_and_a_run_never_asks_the_hub(hopper, tmp_path):
+    with pytest.raises(RuntimeError, match="not downloaded. hint: run prepare.py"):
+        attention.FA3Kernel().flash_attn_func  # noqa: B018
+    for _ in range(2):
+        attention.fetch_fa3(tmp_path)
+    assert hopper.downloads == 1
+    hopper.online = False
+    assert attention.FA3Kernel().flash_attn_func is train.plain_attention
+    assert json.loads(attention.fa3_note(tmp_path).read_text())["revision"] == "abc123"
+
+
+def test_without_a_network_fa3_is_left_out_with_a_hint(hopper, tmp_path, capsys):
+    hopper.online = False
+    attention.fetch_fa3(tmp_path)
+    assert "no Flash Attention 3 (OSError: no network)" in capsys.readouterr().err
+    assert not attention.fa3_note(tmp_path).exists()
+
+
+# ---------------------------------------------------------------------------- the compiler
+
+
+def test_a_path_with_a_space_reaches_the_compiler_without_one(tmp_path, monkeypatch):
+    folder = tmp_path / "my cache" / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("CXX", raising=False)
+    machine.set_up_compiler(folder)
+    link = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert " " not in str(link)
+    (link / "x").write_text("kept")
+    assert (folder / "x").read_text() == "kept"
+    machine.set_up_compiler(folder)  # a second run finds the same link
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(link)
+    link.unlink()
+
+
+def test_a_compiler_of_several_words_becomes_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setenv("CXX", "env LABEL=1 echo")
+    machine.set_up_compiler(tmp_path)
+    done = subprocess.run([os.environ["CXX"], "a b", "c"], capture_output=True, text=True)
+    assert done.stdout == "a b c\n"
+
+
+def test_no_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert machine.why_not_compiled(CPU) == "no C++ compiler"
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", Path(__file__))
+    with pytest.raises(prepare.UserError, match="CUDA 13.0.* too old.*docs/devices.md"):
+        machine.refuse_unused_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    machine.refuse_unused_gpu()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", Path("/nowhere"))
+    machine.refuse_unused_gpu()
+
+
+def test_the_record_tells_how_the_run_was_set_up():
+    facts = machine.run_facts(torch.bfloat16, "no C++ compiler", "plain (cpu, bfloat16)")
+    assert facts["compiled"] is False
+    assert facts["eager_reason"] == "no C++ compiler"
+    assert facts["attention"] == "plain"
+    assert facts["dtype"] == "bfloat16"
+    assert facts["threads"] == torch.get_num_threads()
+    assert facts["processor"]
+
+
+def test_the_speed_probe_measures_a_product():
+    assert 1e-4 < machine.speed_now(CPU, torch.float32, seconds=0.05) < 1e3
 
 
 # ---------------------------------------------------------------------------- precision
