@@ -6,15 +6,15 @@ import statistics
 from harness.checks import begin, check_session, present_session
 from harness.common import UserError, say
 from harness.finish import finish, measure_extra, record_score
-from harness.judging import floor_of, incumbent, session_scores
-from harness.log import number
+from harness.judging import Scores, floor_of, incumbent
+from harness.log import change_row, number
 from harness.measure import Result, add_gpu
-from harness.scores import scores_of
 from harness.session import Session
 from harness.workspace import Run, Stop, Workspace
 
 REPEATS = 5  # scores of the baseline, its first one included
 SEEDS = 2**32
+DISTURBED = 5  # repeats that may be disturbed, and are made again
 FAILED_BASELINE = 3  # exit code: there is no baseline, so nothing can be judged
 
 
@@ -66,7 +66,10 @@ def make_baseline(
             if result.status == "scored":
                 if result.marks:
                     say(f"the baseline is marked: {result.marks}; runs with the same mark count")
-                return Session(finish(run, status="keep", reason="baseline", parent_metric=None))
+                row = finish(run, status="keep", reason="baseline", parent_metric=None)
+                run.record["key"] = list(Session(row).key)
+                record_score(run, "baseline")
+                return Session(row)
             run.close(f"failed-baseline-{run.id}")
     raise Stop(
         f"the baseline fails as it is ({result.reason}: {result.detail}), so nothing can be "
@@ -75,27 +78,42 @@ def make_baseline(
     )
 
 
-def measure_noise(workspace: Workspace, row: dict, repeats: int, gpu: str | None) -> list[float]:
+def measure_noise(
+    workspace: Workspace, row: dict, repeats: int, gpu: str | None, run: Run | None = None
+) -> list[float]:
     """Repeat the code of a row until it has so many scores; returns them.
 
     Each score is kept as soon as it is there, so an interrupted series goes on where it stopped.
+
+    Args:
+        run: the candidate that waits for it.
     """
-    first = True
-    while True:
+    scores = Scores.of(workspace, workspace.rows()).of_code(row["code"])
+    missing = repeats - len(scores)
+    if missing <= 0:
+        return scores
+    minutes = missing * number(row["seconds"]) / 60
+    say(
+        f"measuring the noise first: {missing} more runs of {row['commit']}, about {minutes:.0f} "
+        "minutes; each counts, also after an interruption"
+    )
+    for _ in range(missing + DISTURBED):
         rows = workspace.rows()
         session = Session.of(rows)
-        scores = scores_of(session_scores(workspace, rows), row["code"])
-        missing = repeats - len(scores)
-        if missing <= 0 or session is None:
-            return scores
-        if first:
-            minutes = missing * number(row["seconds"]) / 60
-            say(
-                f"measuring the noise first: {missing} more runs of {row['commit']}, "
-                f"about {minutes:.0f} minutes; each counts, also after an interruption"
-            )
-            first = False
+        scores = Scores.of(workspace, rows).of_code(row["code"])
+        if len(scores) >= repeats or session is None:
+            break
+        if run:
+            left = repeats - len(scores)
+            run.enter(f"measuring the noise, run {len(scores) + 1} of {repeats}", left + 1)
         repeat(workspace, session, row["commit_id"], len(scores), gpu)
+
+    def with_repeats(found: dict) -> dict:
+        return found | {"repeats": scores}
+
+    with workspace.lock():
+        change_row(workspace.log, row["run"], with_repeats)
+    return scores
 
 
 def repeat(
@@ -104,7 +122,7 @@ def repeat(
     """One more run of a commit, on the seed after `count` others; it has no row of its own.
 
     Raises:
-        Stop: it has no score this time.
+        Stop: it fails. A disturbed one does not raise, and does not count.
     """
     seed = (session.seed + count) % SEEDS
     with workspace.lock():
@@ -112,9 +130,8 @@ def repeat(
         run = Run.open(workspace, "probe", words, commit=commit, key=list(session.key))
     result = measure_extra(run, commit, session, seed, gpu)
     with workspace.lock():
-        record_score(run, "repeat")
         run.close(f"seed-{seed}-{commit[:7]}-{run.id}")
-    if result.status != "scored":
+    if result.status not in ("scored", "disturbed"):
         raise Stop(f"{words} was not scored: {result.reason}: {result.detail}", 1)
     return result
 

@@ -1,101 +1,12 @@
-"""`try`: from an edit of train.py to a kept commit, or to a dropped idea that stays reachable."""
+"""One candidate, from its commit to the verdict: baseline, noise, measurement, repeats."""
 
-import argparse
-
-from harness.baseline import add_repeats, make_baseline, measure_noise
-from harness.checks import (
-    begin,
-    check_edits,
-    check_idea,
-    check_session,
-    idea_of,
-    present_session,
-)
-from harness.common import UserError, say
-from harness.finish import finish, record_score, recover_run
-from harness.judging import decide, incumbent
-from harness.log import strict_json
-from harness.measure import Result, add_gpu, measure
-from harness.overview import print_verdict
-from harness.repository import subject_and_body
+from harness.baseline import SEEDS, make_baseline, measure_noise, repeat
+from harness.common import say
+from harness.finish import abandon, finish, measure_fairly, recover_run
+from harness.judging import Scores, decide, incumbent, next_step
+from harness.measure import Result
 from harness.session import OtherSettings, Session
-from harness.workspace import Run, Stop, Workspace
-
-
-def add_parser(commands) -> None:
-    """Register the command `try`."""
-    words = "measure the edit in train.py; keep it if it is better, else restore train.py"
-    parser = commands.add_parser("try", help=words, description=words)
-    parser.add_argument("description", help="what it changes, in a few words")
-    parser.add_argument(
-        "--asi", default="{}", help='notes for the row, a JSON object: {"hypothesis": "..."}'
-    )
-    parser.add_argument(
-        "--simpler", action="store_true", help="also keep it when equal within noise and shorter"
-    )
-    parser.add_argument(
-        "--memory-factor", type=float, default=1.5, metavar="X",
-        help="warn above this multiple of the incumbent's memory (default 1.5)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--new-session", action="store_true", help="begin again: new settings, new baseline"
-    )
-    add_repeats(parser)
-    add_gpu(parser)
-    parser.set_defaults(func=try_command)
-
-
-OPTIONS = ("simpler", "memory_factor", "new_session", "repeats", "gpu")
-
-
-def try_command(args: argparse.Namespace) -> int:
-    """One idea, from the edit to the verdict. Returns the exit code."""
-    workspace = Workspace(args.root)
-    description, asi = read_words(args)
-    rows = begin(workspace)
-    check_edits(workspace)
-    session = None if args.new_session else present_session(workspace, rows)
-    if session:
-        check_session(session, workspace)
-    if session or idea_of(workspace.repository) != "nothing":
-        check_idea(workspace)
-        run = open_candidate(workspace, args, description, asi)
-        return print_verdict(workspace, work(run))
-    with workspace.device(args.gpu):
-        head = workspace.repository.git("rev-parse", "HEAD")
-        session = make_baseline(workspace, head, args.gpu, args.new_session, description, asi)
-        measure_noise(workspace, session.baseline, args.repeats, args.gpu)
-    return print_verdict(workspace, session.baseline)
-
-
-def read_words(args: argparse.Namespace) -> tuple[str, dict]:
-    """The description and the notes, checked."""
-    if not args.description.strip():
-        raise UserError(
-            "the description is empty. hint: say in a few words what this experiment changes"
-        )
-    try:
-        asi = strict_json(args.asi)
-    except ValueError as error:
-        raise UserError(
-            f'--asi {args.asi[:60]!r}: {error}. hint: --asi \'{{"hypothesis": "..."}}\''
-        ) from None
-    return args.description.encode(errors="replace").decode(), asi
-
-
-def open_candidate(
-    workspace: Workspace, args: argparse.Namespace, description: str, asi: dict
-) -> Run:
-    """Make a candidate of the present train.py and open its run."""
-    options = {name: getattr(args, name) for name in OPTIONS}
-    with workspace.lock():
-        content = workspace.repository.train.read_bytes()
-        run = Run.open(workspace, "candidate", description, asi=asi, options=options)
-        commit = workspace.repository.make_candidate(
-            run.id, content, subject_and_body(description, {}), run.folder / "index"
-        )
-        run.save(commit=commit)
-    return run
+from harness.workspace import Run, Stop
 
 
 def work(run: Run) -> dict:
@@ -103,17 +14,19 @@ def work(run: Run) -> dict:
     workspace, options = run.workspace, run.record["options"]
     try:
         with workspace.device(options["gpu"]):
+            run.enter("measuring the baseline")
             session = begin_session(run, options["new_session"])
-            measure_noise(workspace, session.baseline, options["repeats"], options["gpu"])
+            measure_noise(workspace, session.baseline, options["repeats"], options["gpu"], run)
             run.save(key=list(session.key), begun=True)
-            result = measure(run, run.record["commit"], session, gpu=options["gpu"])
-            with workspace.lock():
-                record_score(run, "run")
-            begin_session(run)  # the log may have been deleted meanwhile
+            run.enter("measuring", 1)
+            seed = next_seed(run, session) if options["confirms"] else None
+            result = measure_fairly(run, run.record["commit"], session, seed, options["gpu"])
+            session = begin_session(run)  # the log may have been deleted meanwhile
+            failure = run_in_turns(run, session) if result.status == "scored" else ""
             with workspace.lock():
                 rows = workspace.rows()
                 warn_of_memory(result, incumbent(rows), options["memory_factor"])
-                return finish(run, **decide(run, rows))
+                return finish(run, **decide(run, rows, failure))
     except BaseException as error:
         with workspace.lock():
             if run.is_open:
@@ -121,6 +34,39 @@ def work(run: Run) -> dict:
         if isinstance(error, OtherSettings):
             raise Stop(f"not started: {error}") from None
         raise
+
+
+def run_in_turns(run: Run, session: Session) -> str:
+    """Run candidate or incumbent again until the verdict is clear; see harness.verdict.
+
+    Returns why that was impossible, "" as a rule.
+    """
+    workspace, options = run.workspace, run.record["options"]
+    while True:
+        rows = workspace.rows()
+        top = incumbent(rows)
+        step = next_step(run, rows, top, options["once"])
+        if step.action in ("keep", "discard"):
+            return ""
+        scores = Scores.of(workspace, rows)
+        own = step.action == "run_candidate"
+        commit = run.record["commit"] if own else top["commit_id"]
+        count = len(scores.of_code(workspace.repository.train_blob(commit)))
+        words = f"run {count + 1} of the {'candidate' if own else 'incumbent'}"
+        say(f"{step.reason}: gain {step.gain:+.6f}, {step.z:.1f} standard errors; {words}")
+        run.enter(f"deciding, {words}", 1)
+        try:
+            repeat(workspace, session, commit, count, options["gpu"])
+        except Stop as stop:
+            return str(stop)
+
+
+def next_seed(run: Run, session: Session) -> int:
+    """The seed of one more run of a code that was measured before."""
+    workspace = run.workspace
+    code = workspace.repository.train_blob(run.record["commit"])
+    count = len(Scores.of(workspace, workspace.rows()).of_code(code))
+    return (session.seed + count) % SEEDS
 
 
 def begin_session(run: Run, new_session: bool = False) -> Session:
@@ -132,8 +78,7 @@ def begin_session(run: Run, new_session: bool = False) -> Session:
 def stopped(run: Run, error: BaseException) -> None:
     """Finish a candidate that an exception ended. The caller holds the lock."""
     if isinstance(error, (OtherSettings, Stop)) and not run.record.get("result"):
-        run.workspace.repository.drop_candidate(run.id)
-        run.close(f"refused-{run.id}")
+        abandon(run, f"not started: {error}", getattr(error, "exit_code", 2))
         return
     interrupted = isinstance(error, KeyboardInterrupt)
     recover_run(run, "interrupted" if interrupted else f"{type(error).__name__}: {error}")
@@ -143,7 +88,8 @@ def warn_of_memory(result: Result, top: dict | None, factor: float) -> None:
     """Say so when a scored run needs much more memory than the incumbent."""
     memory = result.metrics.get("peak_memory_mb", 0)
     usual = top["metrics"].get("peak_memory_mb", 0) if top else 0
-    if result.status == "scored" and usual and memory > factor * usual:
+    on_cpu = str(result.record.get("device")).startswith("cpu")  # there it counts compiling
+    if result.status == "scored" and not on_cpu and usual and memory > factor * usual:
         say(
             f"warning: peak memory {memory:.0f} MB is {memory / usual:.2f} times the incumbent's "
             f"{usual:.0f} MB"

@@ -41,10 +41,14 @@ def git(
     text: str | None = None,
     hooks: bool = False,
     index: Path | None = None,
+    exact: bool = False,
 ) -> str:
     """What git prints, without the last line end. `text` is its standard input.
 
-    The user's hooks run only where `hooks` says so. `index` is used instead of the checkout's own.
+    Args:
+        hooks: run the user's hooks.
+        index: used instead of the checkout's own.
+        exact: give the output as it is, for the content of a file.
 
     Raises:
         GitError: git ended with an error, or is not installed.
@@ -53,17 +57,18 @@ def git(
     environment = clean_git_environment()
     if index is not None:
         environment["GIT_INDEX_FILE"] = str(index)
-    pipes = {"capture_output": True, "encoding": "utf-8", "errors": "surrogateescape"}
+    data = (text or "").encode("utf-8", "surrogateescape")
     try:
         done = subprocess.run(
-            command, cwd=root, input=text or "", env=environment, check=False, **pipes
+            command, cwd=root, input=data, env=environment, check=False, capture_output=True
         )
     except FileNotFoundError:
         raise GitError("git is not installed. hint: install it", 127) from None
     if done.returncode:
-        words = (done.stderr + done.stdout).strip()
+        words = (done.stderr + done.stdout).decode(errors="replace").strip()
         raise GitError(f"git {args[0]} failed: {words}", done.returncode)
-    return done.stdout.removesuffix("\n")
+    output = done.stdout.decode("utf-8", "surrogateescape")
+    return output if exact else output.removesuffix("\n")
 
 
 def git_or_none(*args: str, root: Path) -> str | None:

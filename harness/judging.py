@@ -1,27 +1,44 @@
-"""The verdict on a measured candidate, from the log and from all scores of the session."""
+"""What the scores of a session say about a candidate: the next step, or the verdict."""
 
-import statistics
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from harness.log import current
+from harness.log import MACHINE_KEYS, current
 from harness.measure import Result
-from harness.scores import read_scores, scores_of
+from harness.scores import read_scores
 from harness.session import Session
-from harness.verdict import judge, kept, noise_floor, pooled_spread
+from harness.verdict import Decision, Spread, decide_next, kept, noise_floor, pooled_spread
 from harness.workspace import Run, Workspace
 
 
-def session_scores(workspace: Workspace, rows: list[dict]) -> list[dict]:
-    """All scores of the present session, [] without one."""
-    session = Session.of(rows)
-    return read_scores(workspace.scores, rows, session.key) if session else []
+@dataclass(frozen=True)
+class Scores:
+    """All scores of a session that can be compared, each under the code that it is of."""
 
+    entries: Sequence[dict]
 
-def floor_of(workspace: Workspace, rows: list[dict]) -> tuple[float, str]:
-    """(noise floor, its source) from the code that was measured most often."""
-    entries = session_scores(workspace, rows)
-    counts = Counter(entry["code"] for entry in entries).most_common(1)
-    return noise_floor(pooled_spread([scores_of(entries, counts[0][0])] if counts else []))
+    @classmethod
+    def of(cls, workspace: Workspace, rows: list[dict]) -> "Scores":
+        """The scores of the present session, none without one."""
+        session = Session.of(rows)
+        return cls(read_scores(workspace.scores, rows, session.key) if session else [])
+
+    def of_code(self, code: str | None) -> list[float]:
+        """The scores of one train.py, in the order in which they were measured."""
+        return [entry["score"] for entry in self.undisturbed() if entry["code"] == code]
+
+    def undisturbed(self) -> list[dict]:
+        """Those that count: not of a run that got less of the machine than usual."""
+        return [entry for entry in self.entries if not entry.get("disturbed")]
+
+    def telemetry(self) -> list[dict]:
+        """What the machine gave to each run, disturbed ones included."""
+        return [entry.get("load") or {} for entry in self.entries]
+
+    def spread(self) -> Spread:
+        """How much the score of one and the same train.py varies."""
+        codes = {entry["code"] for entry in self.undisturbed()}
+        return pooled_spread([self.of_code(code) for code in sorted(codes)])
 
 
 def incumbent(rows: list[dict]) -> dict | None:
@@ -29,22 +46,81 @@ def incumbent(rows: list[dict]) -> dict | None:
     return next(reversed(kept(current(rows))), None)
 
 
-def decide(run: Run, rows: list[dict]) -> dict:
-    """What to do with a measured candidate: status, reason and the numbers behind them."""
-    workspace, record = run.workspace, run.record
-    result = Result(**record["result"])
-    lines = workspace.repository.changed_lines(record["commit"])
+def floor_of(workspace: Workspace, rows: list[dict]) -> tuple[float, str]:
+    """(noise floor, its source) for one run against the incumbent."""
+    scores, top = Scores.of(workspace, rows), incumbent(rows)
+    runs = len(scores.of_code(top["code"])) if top and top.get("code") else 1
+    return noise_floor(scores.spread(), runs)
+
+
+def next_step(run: Run, rows: list[dict], top: dict, once: bool) -> Decision:
+    """What to do next with a candidate that has a score: keep, discard, or one more run."""
+    repository, scores = run.workspace.repository, Scores.of(run.workspace, rows)
+    own = scores.of_code(repository.train_blob(run.record["commit"]))
+    others = scores.of_code(top.get("code")) or [top["metric"]]
+    means = [scores.of_code(row.get("code")) or [row["metric"]] for row in kept(current(rows))]
+    return decide_next(
+        own,
+        others,
+        scores.spread(),
+        selected=top.get("runs") or 0,
+        lines=repository.changed_lines(run.record["commit"]),
+        simpler=run.record["options"]["simpler"],
+        best_mean=min(sum(group) / len(group) for group in means),
+        once=once,
+    )
+
+
+def facts_of(run: Run, rows: list[dict], step: Decision | None) -> dict:
+    """The numbers behind a verdict, for the row."""
+    workspace, scores, top = run.workspace, Scores.of(run.workspace, rows), incumbent(rows)
     floor, source = floor_of(workspace, rows)
-    top = incumbent(rows)
+    lines = workspace.repository.changed_lines(run.record["commit"])
     facts = {"parent_metric": None, "floor": floor, "floor_source": source, "lines": list(lines)}
     if top:
-        scores = scores_of(session_scores(workspace, rows), top.get("code") or "")
-        facts["parent_metric"] = round(statistics.mean(scores or [top["metric"]]), 6)
+        others = scores.of_code(top.get("code")) or [top["metric"]]
+        facts["parent_metric"] = round(sum(others) / len(others), 6)
+        facts["parent_steps"] = top["metrics"].get("num_steps")
+        facts["parent_runs"] = len(others)
+        facts["unlike"] = unlike(run.record["result"]["record"], top)
+    if step:
+        own = scores.of_code(workspace.repository.train_blob(run.record["commit"]))
+        facts |= {"metric": round(step.candidate_mean, 6), "runs": len(own), "repeats": own}
+        facts |= {"parent_metric": round(step.incumbent_mean, 6), "z": finite(step.z)}
+    return facts
+
+
+def unlike(record: dict, top: dict) -> str:
+    """How a run was set up otherwise than the incumbent: "compiled: False, incumbent True"."""
+    values = {name: (record.get(name), top.get(name)) for name in MACHINE_KEYS}
+    return "; ".join(
+        f"{name}: {ours}, incumbent {theirs}"
+        for name, (ours, theirs) in values.items()
+        if ours is not None and theirs is not None and ours != theirs
+    )
+
+
+def finite(z: float) -> float:
+    """A number that JSON can hold: without any spread z is infinite."""
+    return round(max(-99.0, min(99.0, z)), 2)
+
+
+def decide(run: Run, rows: list[dict], failure: str = "") -> dict:
+    """The verdict on a measured candidate by the scores that there are.
+
+    Args:
+        failure: why it could not be run again although it had to be.
+    """
+    result, top = Result(**run.record["result"]), incumbent(rows)
     if result.status != "scored":
-        status = "discard" if result.status == "marked" else result.status
-        return facts | {"status": status, "reason": result.reason}
+        words = {"marked": "discard", "disturbed": "checks_failed"}
+        status = words.get(result.status, result.status)
+        return facts_of(run, rows, None) | {"status": status, "reason": result.reason}
     if not top:
-        return facts | {"status": "discard", "reason": "no baseline"}
-    simpler = record["options"]["simpler"]
-    status, reason = judge(result.score, facts["parent_metric"], floor, lines, simpler)
-    return facts | {"status": status, "reason": reason}
+        return facts_of(run, rows, None) | {"status": "discard", "reason": "no baseline"}
+    step = next_step(run, rows, top, run.record["options"]["once"])
+    facts = facts_of(run, rows, step)
+    if step.action in ("keep", "discard"):
+        return facts | {"status": step.action, "reason": step.reason}
+    detail = failure or "interrupted before the verdict was clear"
+    return facts | {"status": "discard", "reason": "undecided", "detail": detail}

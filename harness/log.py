@@ -9,8 +9,10 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+from harness.common import write_atomic
 from harness.verdict import confidence
 
 # Metrics that every row has; other readers want the same keys in each.
@@ -23,8 +25,15 @@ METRICS = (
     "total_tokens_m",
     "num_params_m",
 )
+# What a run ran on: other values do not make a run another experiment, but are never hidden.
+MACHINE_KEYS = (
+    "compiled", "eager_reason", "attention", "dtype", "torch", "threads", "processor", "ranks",
+)  # fmt: skip
 # Keys of an evaluator's record that a row repeats.
-RECORD_KEYS = ("data_id", "budget", "device", "profile", "seed", "marks", "fixed")
+RECORD_KEYS = (
+    "data_id", "budget", "device", "profile", "seed", "marks", "fixed", "holdout_bpb",
+    *MACHINE_KEYS,
+)  # fmt: skip
 TEXTS = ("commit", "status", "description", "reason", "id", "detail")
 
 
@@ -84,6 +93,17 @@ def comparison_key(row: dict) -> tuple:
     """Two scores can be compared only when this is equal. Takes a row, or an evaluator's record."""
     budget = number(row.get("budget"))
     return row.get("data_id"), budget, row.get("device"), row.get("seed"), row.get("fixed")
+
+
+def change_row(path: Path, number: int, change: Callable[[dict], dict]) -> None:
+    """Replace one row; all other bytes of the log stay as they are. The caller holds the lock."""
+    lines = path.read_text(errors="surrogateescape").split("\n")
+    for place, line in enumerate(lines):
+        with contextlib.suppress(ValueError):
+            row = strict_json(line)
+            if row.get("run") == number and "metric" in row:
+                lines[place] = json.dumps(change(row), allow_nan=False)
+    write_atomic(path, "\n".join(lines).encode(errors="surrogateescape"))
 
 
 def append_row(path: Path, row: dict, new_segment: bool = False, torn: Path | None = None) -> dict:

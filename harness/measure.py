@@ -26,7 +26,7 @@ LIMIT_OF_CHECK = "logits repeat only to"
 class Result:
     """What a measurement gave, as a run's record has it. Without a score all numbers are 0."""
 
-    status: str  # scored, marked, checks_failed or crash
+    status: str  # scored, marked, disturbed, checks_failed or crash
     reason: str = ""
     detail: str = ""
     score: float = 0.0  # val_bpb, rounded as the log shows it
@@ -59,6 +59,11 @@ class Result:
 def add_gpu(parser: argparse.ArgumentParser) -> None:
     """The option --gpu of every command that trains."""
     parser.add_argument("--gpu", metavar="N", help="the GPU to run on (CUDA_VISIBLE_DEVICES)")
+
+
+def telemetry(result: Result) -> dict:
+    """What the machine gave a run, as harness.verdict.disturbance wants it."""
+    return result.load | {"probe_tflops": result.record.get("probe_tflops")}
 
 
 def serious_marks(marks: str) -> set[str]:

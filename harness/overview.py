@@ -1,71 +1,28 @@
-"""What the user and the agent read: the verdict, `status`, `resume` and `check`."""
+"""What the user and the agent read of a session: the verdict of a run, and the state of all."""
 
-import argparse
-import json
 import statistics
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from harness.checks import check_disk, check_edits, check_git, check_idea, check_python
 from harness.common import UserError, say
 from harness.finish import recover
-from harness.fixed import FIXED, check_fixed
-from harness.judging import floor_of, incumbent
+from harness.judging import Scores, floor_of, incumbent
 from harness.log import current
-from harness.repository import RUN_REFS, one_line
+from harness.progress import read_progress
+from harness.repository import one_line
 from harness.runlog import last_lines
 from harness.session import Session
-from harness.verdict import confidence, kept
+from harness.verdict import kept
 from harness.workspace import Run, Workspace
 
 COMMAND = "bash autoresearch.sh"
-
-
-def add_parser(commands) -> None:
-    """Register the commands `status`, `resume` and `check`."""
-    for name, words, function in (
-        ("status", "the state of the session on one screen", status_command),
-        ("resume", "all that an agent without memory needs to go on", resume_command),
-        ("check", "the checks of `try`; exit code 0 if it would start", check_command),
-    ):
-        parser = commands.add_parser(name, help=words, description=words)
-        parser.set_defaults(func=function)
-
-
-# ---- after a run ----
-
-
-def print_verdict(workspace: Workspace, row: dict) -> int:
-    """Print the verdict with its numbers; returns the exit code."""
-    print("run", row_line(row).strip())
-    if row["metric"] and row.get("parent_metric"):
-        print(
-            f"val_bpb {row['metric']:.6f}, incumbent {row['parent_metric']:.6f}, "
-            f"change {row['metric'] - row['parent_metric']:+.6f}, "
-            f"noise floor {row['floor']:.6f} ({row['floor_source']})"
-        )
-    for name in ("detail", "marks"):
-        if row.get(name):
-            print(f"{name}: {row[name]}")
-    folder = workspace.folder_of(row)
-    print(f"folder {folder.relative_to(workspace.root)}")
-    if row.get("ref") and row["status"] != "keep":
-        print(f"train.py is the kept one; this code: git restore -s {row['ref']} train.py")
-    failed = row["status"] in ("crash", "checks_failed")
-    log = folder / "run.log"
-    if row["status"] == "crash" and log.exists():
-        say(f"last lines of {log}:")
-        print("\n".join(last_lines(log, 20)), file=sys.stderr)
-    return int(failed)
-
-
-def row_line(row: dict, width: int = 60) -> str:
-    """A row on one line."""
-    score = f"{row['metric']:.6f}" if row["metric"] else "-"
-    text = f"{one_line(row['description'], width)} ({row['reason']})"
-    return f"{row['run']:>4} {row['commit']} {score:>9} {row['status']:<7} {text}"
-
-
-# ---- status, resume, check ----
+WORDS = {"keep": "kept", "discard": "dropped", "checks_failed": "failed"}
+# Ends of a run that are no fault of the idea's code.
+OWN_WORDS = ("interrupted", "refused")
+IN_A_ROW = 3  # ideas that were not kept, before the advice to change the direction
+MIN_ID = 4  # characters of an id that a command accepts
 
 
 def look(workspace: Workspace) -> list[dict]:
@@ -76,99 +33,198 @@ def look(workspace: Workspace) -> list[dict]:
     return workspace.rows()
 
 
+# ---- which run is meant ----
+
+
+def find_finished(rows: list[dict], name: str) -> dict | None:
+    """The row of a run by its number or id, None if there is none."""
+    for row in reversed(rows):
+        if name == str(row["run"]) or (len(name) >= MIN_ID and row["id"].startswith(name)):
+            return row
+    return None
+
+
+def find_row(rows: list[dict], name: str) -> dict:
+    """The row of a run by its number or id. Raises UserError if there is none."""
+    row = find_finished(rows, name)
+    if row is None:
+        raise UserError(f"there is no run {name}. hint: '{COMMAND} status' lists the last ones")
+    return row
+
+
+def find_open(workspace: Workspace, name: str) -> Path | None:
+    """The folder of a candidate that is under way."""
+    found = workspace.open_folders("candidate") if len(name) >= MIN_ID else []
+    return next((folder for folder in found if folder.name.split("-")[2].startswith(name)), None)
+
+
+def newest_run(workspace: Workspace, rows: list[dict]) -> str:
+    """The id of the candidate that was opened last, else the number of the last row."""
+    runs = [Run(workspace, folder) for folder in workspace.open_folders("candidate")]
+    if runs:
+        return max(runs, key=opened).id
+    if not rows:
+        raise UserError(f'there is no run yet. hint: {COMMAND} try "what it changes"')
+    return str(rows[-1]["run"])
+
+
+def opened(run: Run) -> float:
+    """When a run was opened."""
+    return run.record["opened"]
+
+
+# ---- one run ----
+
+
+def print_verdict(workspace: Workspace, row: dict) -> int:
+    """Print the verdict with its numbers and what to do next; returns the exit code."""
+    print("run", row_line(row).strip())
+    if row["metric"]:
+        print(score_line(row))
+    print(speed_line(row))
+    if len(row.get("repeats") or []) > 1:
+        print("scores", " ".join(f"{s:.6f}" for s in row["repeats"]), "(their mean is judged)")
+    for name in ("detail", "marks", "unlike"):
+        if row.get(name):
+            print(f"{name}: {row[name]}")
+    folder = workspace.folder_of(row)
+    print(f"folder {folder.relative_to(workspace.root)}")
+    rows = workspace.rows()
+    for hint in hints(workspace, rows, row):
+        print(hint)
+    log = folder / "run.log"
+    if row["status"] == "crash" and log.exists():
+        say(f"last lines of {log}:")
+        print("\n".join(last_lines(log, 20)), file=sys.stderr)
+    return int(row["status"] in ("crash", "checks_failed"))
+
+
+def row_line(row: dict, width: int = 60) -> str:
+    """A row on one line."""
+    score = f"{row['metric']:.6f}" if row["metric"] else "-"
+    word = WORDS.get(row["status"], "crashed")
+    reason = row["reason"]
+    if row["status"] == "crash" and reason in OWN_WORDS:
+        word, reason = reason, ""
+    text = one_line(row["description"], width) + (f" ({reason})" if reason else "")
+    return f"{row['run']:>4} {score:>9} {word:<11} {text}"
+
+
+def score_line(row: dict) -> str:
+    """The score, and what it was compared with."""
+    text = f"val_bpb {row['metric']:.6f}"
+    if not row.get("parent_metric"):
+        return text
+    change = row["metric"] - row["parent_metric"]
+    runs = row.get("parent_runs") or 1
+    text += f", incumbent {row['parent_metric']:.6f} (mean of {runs}), change {change:+.6f}"
+    if row.get("runs"):
+        text += f", z {row.get('z', 0):.1f} after {row['runs']} runs" if row["runs"] > 1 else ""
+    return text + f"; noise floor {row['floor']:.6f} ({row['floor_source']})"
+
+
+def speed_line(row: dict) -> str:
+    """Steps and tokens per second, with the incumbent's steps."""
+    metrics = row["metrics"]
+    text = f"steps {metrics.get('num_steps', 0):.0f}"
+    if row.get("parent_steps"):
+        text += f" (incumbent {row['parent_steps']:.0f})"
+    if metrics.get("training_seconds"):
+        rate = 1e6 * metrics.get("total_tokens_m", 0) / metrics["training_seconds"]
+        text += f", {rate:,.0f} tokens/s"
+    return text + f", {row['seconds']:.0f} s in all"
+
+
+def hints(workspace: Workspace, rows: list[dict], row: dict) -> list[str]:
+    """What to do after this verdict."""
+    found = []
+    if row.get("ref") and row["status"] != "keep":
+        found.append(f"train.py is the kept one; this code: git restore -s {row['ref']} train.py")
+    near = row["reason"] in ("within noise", "undecided", "disturbed")
+    if near and row["status"] != "keep" and is_gain(row):
+        low, high = minutes(row["seconds"]), minutes(4 * row["seconds"])
+        found.append(f"if you believe in it: {COMMAND} confirm {row['run']} ({low} to {high})")
+    if rows and rows[-1]["run"] == row["run"] and needs_direction(current(rows)):
+        found.append(f"{IN_A_ROW} ideas in a row were not kept: step back, try another direction")
+    return found
+
+
+def is_gain(row: dict) -> bool:
+    """Whether the score is better than the incumbent's, by however little."""
+    return bool(row["metric"]) and row["metric"] < (row.get("parent_metric") or 0)
+
+
+def needs_direction(segment: Sequence[dict]) -> bool:
+    """Whether the last ideas that were judged were all dropped; typos and crashes do not count."""
+    judged = [row for row in segment if row["metric"] and row["status"] in ("keep", "discard")]
+    return len(judged) > IN_A_ROW and not kept(judged[-IN_A_ROW:])
+
+
+def minutes(seconds: float) -> str:
+    """A duration in words."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+# ---- what is under way ----
+
+
+def under_way(workspace: Workspace, run: Run) -> str:
+    """What a run is doing, how far it is, and when the verdict can be there."""
+    record = run.record
+    words = f"under way: {run.id} {one_line(record['description'], 60)!r}: {stage(workspace, run)}"
+    usual = usual_seconds(workspace.rows())
+    if record.get("planned") and usual:
+        left = max(0.0, record["stage_began"] + record["planned"] * usual - time.time())
+        clock = time.strftime("%H:%M", time.localtime(time.time() + left))
+        words += f"; verdict about {clock} (in {minutes(left)}), later if it is doubtful"
+    return words
+
+
+def stage(workspace: Workspace, run: Run) -> str:
+    """The present step of a run, and how far the training that belongs to it is."""
+    name = run.record.get("stage") or "waiting for the device"
+    if name.startswith("waiting"):
+        return name
+    folders = [*workspace.open_folders("probe"), *workspace.open_folders("baseline")]
+    training = run.folder if name == "measuring" else next(iter(folders), None)
+    return f"{name}, {read_progress(training)}" if training else name
+
+
+def usual_seconds(rows: list[dict]) -> float:
+    """Mean seconds of a run in the present session, 0 without one."""
+    seconds = [row["seconds"] for row in current(rows)[-20:] if row["seconds"] and row["metric"]]
+    return statistics.mean(seconds) if seconds else 0.0
+
+
+# ---- the session ----
+
+
 def summary(workspace: Workspace, rows: list[dict]) -> list[str]:
     """The state of the session in a few lines."""
     segment, top = current(rows), incumbent(rows)
     if not top:
         return [f"no scored run yet. hint: {COMMAND} try baseline"]
-    first = kept(segment)[0]["metric"]
+    scores = Scores.of(workspace, rows)
+    first, best = kept(segment)[0], mean_of(scores, top)
+    gain = mean_of(scores, first) - best
     floor, source = floor_of(workspace, rows)
-    gain = first - top["metric"]
+    kept_ones = len(kept(segment)) - 1
     lines = [
-        f"best     {top['metric']:.6f} (run {top['run']}, {top['commit']}): "
-        f"{one_line(top['description'], 60)}",
-        f"baseline {first:.6f}, gain {gain:.6f} ({100 * gain / first:.2f}%), "
-        f"confidence {confidence(segment) or '-'}",
-        f"runs     {len(segment)}, kept {len(kept(segment))} (all sessions: {len(rows)})",
-        f"floor    {floor:.6f} ({source})",
+        f"best     {best:.6f} (run {top['run']}): {one_line(top['description'], 60)}",
+        f"baseline {mean_of(scores, first):.6f}, gain {gain:.6f} ({100 * gain / best:.2f}%)",
+        f"ideas    {len(segment) - 1}, kept {kept_ones} (all sessions: {len(rows)} runs)",
+        f"floor    {floor:.6f} ({source}): a smaller gain of one run may be noise",
     ]
     if session := Session.of(rows):
         lines.append(f"settings {session.summary()}")
-    recent = [row for row in segment[-20:] if row["seconds"]]
-    if recent:
-        seconds = statistics.mean(row["seconds"] for row in recent)
-        lines.append(f"time     {seconds:.0f} s per run")
-        hours = (recent[-1]["timestamp"] - recent[0]["timestamp"]) / 3_600_000
-        lines[-1] += f", {(len(recent) - 1) / hours:.1f} runs per hour" if hours > 0 else ""
-    if len(segment) > 3 and not kept(segment[-3:]):
-        lines.append("three runs in a row were not kept: step back, try another direction")
+    if seconds := usual_seconds(rows):
+        lines.append(f"time     {minutes(seconds)} a run")
+    if needs_direction(segment):
+        lines.append(f"{IN_A_ROW} ideas in a row were not kept: step back, try another direction")
     return lines
 
 
-def status_command(args: argparse.Namespace) -> int:
-    """Print the summary, the last five rows and what is under way."""
-    workspace = Workspace(args.root)
-    rows = look(workspace)
-    print(*summary(workspace, rows), *map(row_line, rows[-5:]), sep="\n")
-    for folder in workspace.open_folders():
-        print(f"under way: {one_line(Run(workspace, folder).record['description'], 60)!r}")
-    return 0
-
-
-def resume_command(args: argparse.Namespace) -> int:
-    """All that an agent without memory needs, in under 4,000 characters."""
-    workspace = Workspace(args.root)
-    rows = look(workspace)
-    branch = workspace.repository.branch_name()
-    lines = [
-        "GOAL  lower val_bpb (bits per byte) within the fixed time budget. Rules: program.md.",
-        f"RULES edit train.py only; one idea a run; never edit {', '.join(FIXED)};",
-        "      a gain below the noise floor is none; equal and shorter is one (--simpler);",
-        "      never stop by yourself.",
-        f"CODE  train.py on branch {branch} is the best one; the code of any other run:",
-        f"      git show {RUN_REFS}ID (the ID is at the end of its line)",
-        *summary(workspace, rows),
-        "TRIED (newest first)" if rows else "TRIED nothing yet",
-    ]
-    for row in reversed(rows):
-        if len("\n".join(lines)) > 3300:
-            lines.append(f"     ... older ones: {COMMAND} report --tsv ({len(rows)} rows)")
-            break
-        notes = f" {json.dumps(row['asi'])[:200]}" if row["asi"] else ""
-        ident = f" {row['id']}" if row.get("ref") else ""
-        lines.append(row_line(row, 80) + notes + ident)
-    lines.append(
-        f'NEXT  edit train.py, then: {COMMAND} try "what it changes" '
-        '--asi \'{"hypothesis": "..."}\''
-    )
-    print("\n".join(lines))
-    return 0
-
-
-def check_fixed_files(workspace: Workspace) -> str:
-    """The fixed files are those with which the session began."""
-    return check_fixed(workspace.root) or "unchanged since the session began"
-
-
-def check_command(args: argparse.Namespace) -> int:
-    """The checks that `try` begins with; exit code 0 only if it would start."""
-    workspace = Workspace(args.root)
-    look(workspace)
-    code = 0
-    checks = {
-        "python": check_python,
-        "disk": check_disk,
-        "git": check_git,
-        "fixed": check_fixed_files,
-        "edits": check_edits,
-        "idea": check_idea,
-    }
-    for name, check in checks.items():
-        try:
-            print(f"ok    {name}: {check(workspace)}")
-        except UserError as error:
-            print(f"FAIL  {name}: {error}")
-            code = 2
-            if name == "git":
-                break  # the rest would only repeat it
-    return code
+def mean_of(scores: Scores, row: dict) -> float:
+    """The mean of all scores of a row's code."""
+    found = scores.of_code(row.get("code")) or [row["metric"]]
+    return statistics.mean(found)

@@ -63,6 +63,11 @@ class Repository:
         """The object id of a commit's train.py: equal for equal bytes."""
         return self.git("rev-parse", f"{commit}:./train.py")
 
+    def train_at(self, commit: str) -> bytes:
+        """The bytes of a commit's train.py as a checkout has them."""
+        text = self.git("cat-file", "--filters", f"{commit}:./train.py", exact=True)
+        return text.encode("utf-8", "surrogateescape")
+
     def edited_blob(self) -> str | None:
         """The object id of train.py if it were committed now; None without the file."""
         return self.git_or_none("hash-object", "--path=train.py", "train.py")

@@ -45,11 +45,6 @@ def score_of_row(row: dict) -> dict:
     }
 
 
-def scores_of(entries: list[dict], code: str) -> list[float]:
-    """The scores of one train.py, in the order in which they were measured."""
-    return [entry["score"] for entry in entries if entry["code"] == code]
-
-
 def append_score(path: Path, entry: dict) -> None:
     """Add one score and flush it to the disk. The caller holds the lock."""
     with open(path, "ab+") as file:

@@ -11,6 +11,7 @@ import json
 import secrets
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,7 +128,7 @@ class Run:
         (folder / "reserve").write_bytes(bytes(RESERVE))
         tip = workspace.repository.tip()
         basics = {"id": name, "kind": kind, "description": description, "asi": {}, "commit": None}
-        basics |= {"branch": tip.branch, "parent": tip.commit}
+        basics |= {"branch": tip.branch, "parent": tip.commit, "opened": time.time()}
         write_record(folder, basics | record)
         run = cls(workspace, folder)
         run.owner = owner
@@ -143,10 +144,18 @@ class Run:
         self.record |= changes
         write_record(self.folder, self.record)
 
-    def adopt(self) -> bool:
-        """Become the process that works on this run; False while another one does."""
+    def enter(self, stage: str, planned: int = 0) -> None:
+        """Say for `wait` and `status` what the run is doing now.
+
+        Args:
+            planned: trainings until the verdict, this one included; 0 if unknown.
+        """
+        self.save(stage=stage, planned=planned, stage_began=time.time())
+
+    def adopt(self, seconds: float = 0) -> bool:
+        """Become the process that works on this run; False if another one does all the time."""
         with contextlib.suppress(Timeout):
-            self.owner.acquire(timeout=0)
+            self.owner.acquire(timeout=seconds)
             return True
         return False
 

@@ -61,7 +61,7 @@ if __name__ == "__main__":
     main()
 """
 
-QUICK_TRY = ("try", "--repeats", "1")  # without runs that only measure the noise
+QUICK_TRY = ("try", "--once", "--repeats", "1")  # one run for the verdict, none for the noise
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,22 @@ def test_simpler_is_kept_when_equal_and_shorter_only(based):
     assert based.subjects() == ["shorter", "start"]
 
 
-def test_memory_that_grows_is_a_warning_not_a_verdict(based):
-    based.edit(0.9)
-    based.train.write_text(based.train.read_text().replace("2048.0", "4096.0"))
-    assert "2.00 times" in based.attempt("twice the memory")
-    assert based.rows()[-1]["status"] == "keep"
+def test_memory_that_grows_on_a_gpu_is_a_warning_not_a_verdict(lab):
+    lab.attempt("baseline", FAKE_DEVICE="a GPU")
+    lab.edit(0.9)
+    lab.train.write_text(lab.train.read_text().replace("2048.0", "4096.0"))
+    assert "2.00 times" in lab.attempt("twice the memory", FAKE_DEVICE="a GPU")
+    assert lab.rows()[-1]["status"] == "keep"
+
+
+def test_a_run_that_was_not_compiled_says_so_against_one_that_was(lab):
+    setup = "record |= {'compiled': True, 'torch': '2'}"
+    lab.edit(1.0, setup)
+    lab.git("commit", "-qam", "compiled")
+    lab.attempt("baseline")
+    lab.edit(1.1, setup.replace("True", "False"))
+    assert "compiled: False, incumbent True" in lab.attempt("fell back to eager")
+    assert lab.rows()[-1]["compiled"] is False and lab.rows()[-1]["torch"] == "2"
 
 
 def test_the_users_checks_can_fail_a_run(based):
@@ -488,7 +499,7 @@ def test_three_at_once_each_with_its_gpu(based, tmp_path):
     pairs = zip(scores, gates, strict=True)
     processes = [based.hold(s, gate, "--gpu", gate.name) for s, gate in pairs]
     (based.root / ".git/index.lock").touch()  # the user's git, busy meanwhile
-    assert "under way: 'score 0.9'" in based.call("status").out
+    assert "'score 0.9': measuring" in based.call("status").out
     (based.root / ".git/index.lock").unlink()
     for process, gate in reversed(list(zip(processes, gates, strict=True))):
         gate.touch()

@@ -139,12 +139,12 @@ sys.exit(__main__.main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("score", "verdict"), [(0.9, "keep"), (1.1, "discard")])
-def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, verdict):
+@pytest.mark.parametrize(("score", "verdict", "first"), [(0.9, "keep", 1), (1.1, "discard", 2)])
+def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, verdict, first):
     killer = tmp_path / "killer.py"
     killer.write_text(KILLER)
     kills = 0
-    for n in range(1, 400):
+    for n in range(first, 400, 2):
         based.edit(score)
         rows, head = len(based.rows()), based.git("rev-parse", "HEAD")
         done = finished(
@@ -168,4 +168,4 @@ def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, v
             score = round(score - 0.003, 3)
         else:
             assert based.git("rev-parse", "HEAD") == head
-    assert kills >= 40
+    assert kills >= 20

@@ -70,7 +70,105 @@ def test_three_dropped_ideas_ask_for_another_direction(based):
         assert "step back" not in based.call("status").out
         based.edit(score)
         based.attempt(f"try {score}", "--asi", json.dumps({"learned": f"not {score}"}))
-    assert "three runs in a row were not kept" in based.call("status").out
+    assert "3 ideas in a row were not kept" in based.call("status").out
+
+
+def test_a_typo_is_no_idea_that_was_not_kept(based):
+    for score in (1.1, 1.2):
+        based.edit(score)
+        based.attempt(f"score {score}")
+    based.edit(1.3, "nonsense")
+    assert "step back" not in based.attempt("a typo", code=1)
+    based.edit(1.3)
+    assert "step back" in based.attempt("the third idea")  # where it is read: in the verdict
+
+
+def test_the_verdict_has_steps_and_those_of_the_incumbent(based):
+    based.edit(0.9)
+    based.train.write_text(based.train.read_text().replace("num_steps=7", "num_steps=9"))
+    out = based.attempt("more steps")
+    assert "steps 9 (incumbent 7)" in out and "kept" in out
+
+
+def test_interrupted_refused_and_crashed_are_three_words(based):
+    based.edit(0.9, "sys.exit(2)")
+    assert "refused " in based.attempt("refused by train.py", code=1)
+    based.edit(0.9, "raise ValueError")
+    assert "crashed " in based.attempt("a typo", code=1)
+
+
+def test_a_near_miss_names_the_command_that_confirms_it(based):
+    based.edit(0.9995)
+    assert "confirm 2 (" in based.attempt("near")
+    based.edit(1.1)
+    assert "confirm" not in based.attempt("far")
+
+
+def test_memory_is_no_matter_on_a_cpu(based):
+    based.edit(0.9)
+    based.train.write_text(based.train.read_text().replace("2048.0", "4096.0"))
+    assert "peak memory" not in based.attempt("compiles more")
+
+
+def test_best_and_code_agree_after_a_simplification(based):
+    based.edit(0.9)
+    based.attempt("better")
+    based.edit(0.9)
+    text = based.train.read_text().replace("NOISE = [0.0]\n", "")
+    based.train.write_text(text.replace("NOISE[(seed - 1337) % len(NOISE)]", "0.0"))
+    based.attempt("shorter", "--simpler")
+    assert based.rows()[-1]["status"] == "keep"
+    assert "best     0.900000 (run 3): shorter" in based.call("status").out
+
+
+# ---- note, curve ----
+
+
+def test_note_adds_what_was_learned_and_resume_shows_it(based):
+    before = based.log.read_text().splitlines()
+    based.call("note", "1", "learned it is slow to start")
+    based.call("note", based.rows()[0]["id"], "and memory is no limit")
+    assert based.rows()[0]["asi"] == {"learned": "it is slow to start; and memory is no limit"}
+    assert "it is slow to start; and memory" in based.call("resume").out
+    assert based.log.read_text().splitlines()[0] == before[0]
+    assert "there is no run" in based.call("note", "9", "x", code=2).err
+
+
+def test_note_leaves_all_other_bytes_of_the_log(based):
+    odd = b'{"run": "theirs", \xff}\n# by hand\n'
+    based.log.write_bytes(based.log.read_bytes() + odd)
+    based.call("note", "1", "é")
+    assert based.log.read_bytes().endswith(odd)
+
+
+def test_curve_draws_the_loss_in_thirty_lines(lab):
+    steps = "with open(os.path.join(folder, 'steps.jsonl'), 'w') as file:\n"
+    steps += "    for n in range(500):\n"
+    steps += "        line = {'elapsed': n / 10, 'step': n, 'loss': 8 - n / 100}\n"
+    steps += "        file.write(json.dumps(line) + chr(10))"
+    lab.edit(1.0, steps)
+    lab.git("commit", "-qam", "with steps")
+    lab.attempt("baseline")
+    lines = lab.call("curve", "1").out.splitlines()
+    assert len(lines) == 30
+    losses = [float(line.split()[2]) for line in lines[1:]]
+    assert losses == sorted(losses, reverse=True) and losses[-1] == 3.01
+
+
+def test_curve_of_a_run_without_steps_says_so(based):
+    assert "left no steps" in based.call("curve", "1", code=2).err
+
+
+# ---- resume ----
+
+
+def test_resume_at_a_hundred_runs_shows_the_kept_the_last_and_the_other_directions(based):
+    many_rows(based, 100)
+    out = based.call("resume").out
+    assert len(out) < 4000
+    assert all(f"idea {n} " in out for n in range(85, 100))
+    assert "kept before that" in out and "idea 1 " in out
+    assert "NEXT" in out and "report --tsv" in out
 
 
 def test_resume_names_rules_settings_ideas_and_the_next_command(based):

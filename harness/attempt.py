@@ -1,0 +1,165 @@
+"""`try` and `confirm`: an edit of train.py, or the code of an earlier run, becomes a candidate."""
+
+import argparse
+
+from harness.baseline import add_repeats, make_baseline, measure_noise
+from harness.checks import (
+    begin,
+    check_edits,
+    check_idea,
+    check_session,
+    idea_of,
+    present_session,
+)
+from harness.common import UserError
+from harness.cycle import work
+from harness.detach import detach
+from harness.log import strict_json
+from harness.measure import add_gpu
+from harness.overview import find_row, print_verdict
+from harness.repository import subject_and_body
+from harness.workspace import Run, Workspace
+
+# What a run needs to know later; kept in its record.
+OPTIONS = ("simpler", "once", "memory_factor", "new_session", "repeats", "gpu")
+
+
+def add_parser(commands) -> None:
+    """Register the commands `try` and `confirm`."""
+    words = "measure the edit in train.py; keep it if it is better, else restore train.py"
+    parser = commands.add_parser("try", help=words, description=words)
+    parser.add_argument("description", help="what it changes, in a few words")
+    parser.add_argument(
+        "--asi", default="{}", help='notes for the row, a JSON object: {"hypothesis": "..."}'
+    )
+    add_options(parser)
+    parser.set_defaults(func=try_command)
+    words = "take a dropped run up again where it stands: its scores count"
+    parser = commands.add_parser("confirm", help=words, description=words)
+    parser.add_argument("run", metavar="RUN", help="number or id of the run")
+    add_options(parser)
+    parser.set_defaults(func=confirm_command)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that judges a candidate."""
+    parser.add_argument(
+        "--simpler", action="store_true", help="also keep it when as good and shorter"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="judge by one run, also where the result is doubtful"
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="return at once; 'wait' prints the verdict"
+    )
+    parser.add_argument(
+        "--memory-factor", type=float, default=1.5, metavar="X",
+        help="warn above this multiple of the incumbent's memory (default 1.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--new-session", action="store_true", help="begin again: new settings, new baseline"
+    )
+    add_repeats(parser)
+    add_gpu(parser)
+
+
+def try_command(args: argparse.Namespace) -> int:
+    """One idea, from the edit to the verdict. Returns the exit code."""
+    workspace = Workspace(args.root)
+    description, asi = read_words(args)
+    rows = begin(workspace)
+    check_edits(workspace)
+    session = None if args.new_session else present_session(workspace, rows)
+    if session:
+        check_session(session, workspace)
+    if session is None and idea_of(workspace.repository) == "nothing":
+        return baseline_only(workspace, args, description, asi)
+    check_idea(workspace)
+    content = workspace.repository.train.read_bytes()
+    return judge(open_candidate(workspace, args, description, asi, content), args.detach)
+
+
+def baseline_only(
+    workspace: Workspace, args: argparse.Namespace, description: str, asi: dict
+) -> int:
+    """Begin a session with the unchanged train.py."""
+    if args.detach:
+        raise UserError(
+            "--detach needs an edit of train.py. hint: with an edit the baseline is measured first"
+        )
+    with workspace.device(args.gpu):
+        head = workspace.repository.git("rev-parse", "HEAD")
+        session = make_baseline(workspace, head, args.gpu, args.new_session, description, asi)
+        measure_noise(workspace, session.baseline, args.repeats, args.gpu)
+    return print_verdict(workspace, session.baseline)
+
+
+def confirm_command(args: argparse.Namespace) -> int:
+    """One more run of an earlier candidate, and as many as the verdict needs after it."""
+    workspace = Workspace(args.root)
+    rows = begin(workspace)
+    check_edits(workspace)
+    row = find_row(rows, args.run)
+    commit = workspace.repository.resolve_run(row["id"])
+    if commit is None:
+        raise UserError(f"run {row['run']} has no code of its own. hint: 'status' lists the runs")
+    if row["status"] == "keep":
+        raise UserError(f"run {row['run']} was kept. hint: 'noise' repeats the incumbent")
+    session = present_session(workspace, rows)
+    if session is None or row["segment"] != session.baseline["segment"]:
+        raise UserError(
+            f"run {row['run']} is of another session. hint: "
+            f"'git restore -s {row['ref']} train.py', then 'try'"
+        )
+    check_session(session, workspace)
+    content = workspace.repository.train_at(commit)
+    description = row["description"].removeprefix("confirm: ")
+    run = open_candidate(
+        workspace, args, f"confirm: {description}", row["asi"], content, confirms=row["run"]
+    )
+    return judge(run, args.detach)
+
+
+def judge(run: Run, detached: bool) -> int:
+    """Measure and judge a candidate, here or in the background. Returns the exit code."""
+    if detached:
+        return detach(run)
+    return print_verdict(run.workspace, work(run))
+
+
+def read_words(args: argparse.Namespace) -> tuple[str, dict]:
+    """The description and the notes, checked."""
+    if not args.description.strip():
+        raise UserError(
+            "the description is empty. hint: say in a few words what this experiment changes"
+        )
+    try:
+        asi = strict_json(args.asi)
+    except ValueError as error:
+        raise UserError(
+            f'--asi {args.asi[:60]!r}: {error}. hint: --asi \'{{"hypothesis": "..."}}\''
+        ) from None
+    return args.description.encode(errors="replace").decode(), asi
+
+
+def open_candidate(
+    workspace: Workspace,
+    args: argparse.Namespace,
+    description: str,
+    asi: dict,
+    content: bytes,
+    confirms: int | None = None,
+) -> Run:
+    """Make a candidate of these bytes of train.py and open its run.
+
+    Args:
+        confirms: the number of the earlier run with the same code.
+    """
+    options = {name: getattr(args, name) for name in OPTIONS} | {"confirms": confirms}
+    with workspace.lock():
+        run = Run.open(workspace, "candidate", description, asi=asi, options=options)
+        commit = workspace.repository.make_candidate(
+            run.id, content, subject_and_body(description, {}), run.folder / "index"
+        )
+        run.save(commit=commit)
+    return run

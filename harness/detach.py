@@ -1,0 +1,110 @@
+"""Runs that outlive the shell that started them: `try --detach` and `wait`."""
+
+import argparse
+import subprocess
+import sys
+import time
+
+from harness.checks import check_git
+from harness.common import UserError, say
+from harness.cycle import work
+from harness.overview import (
+    COMMAND,
+    find_finished,
+    find_open,
+    look,
+    newest_run,
+    print_verdict,
+    under_way,
+)
+from harness.workspace import Run, Stop, Workspace
+
+STILL_RUNNING = 75  # exit code of `wait`: EX_TEMPFAIL of sysexits.h
+OUTPUT = "output.txt"  # in the run's folder: what a detached run prints
+INTERVAL = 0.5  # seconds between two looks at a run
+HAND_OVER = 30  # seconds that the background process waits for the run
+
+
+def add_parser(commands) -> None:
+    """Register the commands `wait` and, for the background, `work`."""
+    words = f"print the verdict of a detached run; exit code {STILL_RUNNING} while it is running"
+    parser = commands.add_parser("wait", help=words, description=words)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="number or id (default: the newest)")
+    parser.add_argument(
+        "--timeout", type=float, default=500, metavar="S",
+        help="seconds to wait (default 500: many shells end a command after ten minutes)",
+    )  # fmt: skip
+    parser.set_defaults(func=wait_command)
+    parser = commands.add_parser("work", description="used by --detach")
+    parser.add_argument("run")
+    parser.set_defaults(func=work_command)
+
+
+def detach(run: Run) -> int:
+    """Hand an open candidate to a process of its own; train.py becomes the kept one again."""
+    workspace = run.workspace
+    command = [sys.executable, "-m", "harness", "work", run.id]
+    with workspace.lock():  # nobody else may take the run over meanwhile
+        run.save(detached=True)
+        run.owner.release()
+        with open(run.folder / OUTPUT, "wb") as output:
+            child = subprocess.Popen(
+                command, cwd=workspace.root, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        while run.adopt():
+            run.owner.release()
+            if child.poll() is not None:
+                words = (run.folder / OUTPUT).read_text(errors="replace").strip()
+                raise UserError(f"the background process ended at once: {words}")
+            time.sleep(0.02)
+        repository, record = workspace.repository, run.record
+        commits = (record["commit"], record["parent"])
+        repository.bring_train(record["branch"], {repository.train_blob(c) for c in commits})
+    print(f"run {run.id} is under way; train.py is the kept one again, for the next idea")
+    print(f"verdict: {COMMAND} wait {run.id}")
+    return 0
+
+
+def work_command(args: argparse.Namespace) -> int:
+    """Take over an open candidate and bring it to its verdict."""
+    workspace = Workspace(args.root)
+    folder = find_open(workspace, args.run)
+    run = Run(workspace, folder) if folder else None
+    if run is None or not run.adopt(HAND_OVER):
+        raise UserError(f"there is no open run {args.run}")
+    return print_verdict(workspace, work(run))
+
+
+def wait_command(args: argparse.Namespace) -> int:
+    """Wait for the verdict of a run and print it. Interrupting this does not touch the run."""
+    workspace = Workspace(args.root)
+    check_git(workspace)
+    end = time.monotonic() + args.timeout
+    rows = look(workspace)
+    name = args.run or newest_run(workspace, rows)
+    told = False
+    while folder := find_open(workspace, name):
+        if not told:
+            say(under_way(workspace, Run(workspace, folder)))
+            told = True
+        if time.monotonic() > end:
+            print(under_way(workspace, Run(workspace, folder)))
+            print(f"still running. next: {COMMAND} wait {name}")
+            return STILL_RUNNING
+        time.sleep(INTERVAL)
+        rows = look(workspace)
+    return print_result(workspace, rows, name)
+
+
+def print_result(workspace: Workspace, rows: list[dict], name: str) -> int:
+    """The verdict of a run that has ended, or why it has none. Returns its exit code."""
+    row = find_finished(rows, name)
+    if row:
+        return print_verdict(workspace, row)
+    folders = sorted(workspace.runs.glob(f"*-{name}*"))
+    if not folders:
+        raise UserError(f"there is no run {name}. hint: '{COMMAND} status' lists the last ones")
+    run = Run(workspace, folders[-1])
+    why = run.record.get("ended") or "it was interrupted before it began"
+    raise Stop(why, run.record.get("exit_code", 2))
