@@ -15,7 +15,8 @@ from pathlib import Path
 
 from harness import chart
 from harness.common import write_atomic
-from harness.log import number, read_log, strict_json
+from harness.log import comparison_key, number, read_log, strict_json
+from harness.scores import read_scores
 from harness.verdict import kept
 
 PAGE = Path(__file__).with_name("page.html")
@@ -67,7 +68,7 @@ def print_table(rows: Sequence[dict]) -> None:
 
 def write_report(root: Path, rows: Sequence[dict], watch: bool = False) -> None:
     """Write report.html and progress.png into root."""
-    rows = [chart_row(row) for row in rows]
+    rows = [chart_row(row) for row in with_repeats(root, rows)]
     data = page_data(root, rows, watch)
     text = json.dumps(data).replace("<", "\\u003c")  # no text of the log can end the script element
     page = PAGE.read_text(encoding="utf-8").replace("/*data*/", text, 1)
@@ -93,10 +94,29 @@ def page_data(root: Path, rows: Sequence[dict], watch: bool) -> dict:
     }
 
 
+def with_repeats(root: Path, rows: Sequence[dict]) -> list[dict]:
+    """The rows, each with `repeats`: the single scores of its train.py, where there are several.
+
+    Later repeats of a train.py, for the noise or against a candidate, belong to its first row.
+    """
+    path = root / ".autoresearch" / "scores.jsonl"
+    scores: dict[tuple, list[float]] = {}
+    for key in {comparison_key(row) for row in rows}:
+        for entry in read_scores(path, [], key):
+            if not entry.get("disturbed"):
+                scores.setdefault((key, entry.get("code")), []).append(entry["score"])
+    found = []
+    for row in rows:
+        own = row.get("scores") if isinstance(row.get("scores"), list) else []
+        repeats = scores.pop((comparison_key(row), row.get("code")), own)
+        found.append(row | {"repeats": repeats if len(repeats) > 1 else []})
+    return found
+
+
 def chart_row(row: dict) -> dict:
     """A row of the log, its optional keys of the types that the chart needs, whoever wrote it."""
-    repeats = row.get("repeats") if isinstance(row.get("repeats"), list) else []
-    clean = {"repeats": [score for score in map(number, repeats) if score > 0]}
+    repeats = [number(score) for score in row.get("repeats") or []]
+    clean: dict = {"repeats": [score for score in repeats if score > 0]}
     for name in ("floor", "parent_metric", "holdout_bpb"):
         value = number(row.get(name))
         clean[name] = value if value > 0 else None
@@ -184,7 +204,7 @@ def page_row(row: dict) -> dict:
         facts.append(f"best before {row['parent_metric']:.6f}, noise floor {floor}{source}")
     if row["repeats"]:
         scores = ", ".join(f"{score:.6f}" for score in row["repeats"])
-        facts.append(f"repeats on other seeds: {scores}")
+        facts.append(f"single scores, each on its own seed: {scores}")
     facts.append(", ".join(f"{name} {value:g}" for name, value in row["metrics"].items()))
     page = {name: row.get(name) for name in PAGE_KEYS}
     page["steps"] = row["metrics"].get("num_steps") or None

@@ -1,5 +1,6 @@
 """The report: what is drawn, and what a user sees, sorts and opens in headless Chromium."""
 
+import argparse
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness import chart, report
-from harness.log import read_log
+from harness.log import comparison_key, read_log
 
 CONFIG = {"type": "config", "name": "x", "metricName": "val_bpb", "bestDirection": "lower"}
 EVIL = (
@@ -185,11 +186,31 @@ def test_picture_and_page_have_the_same_colors():
 
 def test_foreign_rows_are_drawn_without_a_traceback(session):
     rows = make_rows(5)
-    rows[1] |= {"metrics": None, "seconds": "12", "floor": "0.1", "repeats": 7, "asi": "text"}
+    rows[1] |= {"metrics": None, "seconds": "12", "floor": "0.1", "scores": 7, "asi": "text"}
     rows[2] |= {"timestamp": 1e300, "holdout_bpb": [], "parent_metric": {}, "marks": ["x"]}
     rows[3] = {"run": 4, "metric": 1.4}
     session.write(rows)
     assert (session.root / "progress.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_repeats_of_a_train_py_are_points_of_its_first_row(tmp_path):
+    rows = [
+        make_row(1, 1.5, "keep", code="aaa"),
+        make_row(2, 1.45, "keep", code="bbb", scores=[1.44, 1.46]),
+        make_row(3, 1.5, code="aaa"),
+    ]
+    entries = [
+        {"id": "x", "code": "aaa", "score": 1.51},
+        {"id": "y", "code": "aaa", "score": 1.49},
+        {"id": "z", "code": "aaa", "score": 1.9, "disturbed": "a busy machine"},
+    ]
+    key = comparison_key(rows[0])
+    folder = tmp_path / ".autoresearch"
+    folder.mkdir()
+    lines = [json.dumps(entry | {"key": key}) for entry in entries]
+    (folder / "scores.jsonl").write_text("\n".join(lines))
+    found = report.with_repeats(tmp_path, rows)
+    assert [row["repeats"] for row in found] == [[1.51, 1.49], [1.44, 1.46], []]
 
 
 def test_a_single_run_of_another_budget_does_not_hide_the_session(session):
@@ -211,9 +232,24 @@ def test_tsv_has_a_line_for_each_run(session, capsys):
     assert lines[2].split("\t") == ["0000002", "", "2.0", "crash", "a b c"]
 
 
-def test_watch_is_told_to_the_page(session):
-    session.write(make_rows(2), watch=True)
-    assert '"watch": true' in session.page
+def test_watch_rewrites_the_report_after_a_run(session, monkeypatch):
+    session.write(make_rows(2))
+    log = session.root / "autoresearch.jsonl"
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        assert '"watch": true' in session.page  # the page then reloads itself
+        if len(naps) == 2:
+            assert "idea 3" in session.page
+            raise KeyboardInterrupt
+        assert "idea 3" not in session.page
+        log.write_text(log.read_text() + json.dumps(make_row(3, 1.4)) + "\n")
+
+    monkeypatch.setattr(report.time, "sleep", nap)
+    args = argparse.Namespace(root=session.root, tsv=False, watch=True)
+    with pytest.raises(KeyboardInterrupt):
+        report.report_command(args)
 
 
 # ---- in a browser ----
