@@ -147,13 +147,15 @@ class Plot:
         inside = min(max(score, self.low), self.high)
         return self.bottom - (inside - self.low) / (self.high - self.low) * (self.bottom - self.top)
 
-    def point(self, row: dict, score: float, radius: float, color: str, kind: str = "dot") -> None:
+    def point(
+        self, row: dict, score: float, radius: float, color: str, kind: str = "dot", **more
+    ) -> None:
         """A score of a run: a dot, or a triangle at the edge of the axis."""
         beyond = "up" if score > self.high else "down" if score < self.low else ""
         x, y = self.x(row["run"]), self.y(score)
         y += {"up": 5, "down": -5, "": 0}[beyond]
         size = 4 if beyond else radius
-        self.add(beyond or kind, color, x, y, size=size, run=row["run"])
+        self.add(beyond or kind, color, x, y, size=size, run=row["run"], **more)
         self.dots.append((x, y))
 
 
@@ -203,7 +205,7 @@ def draw_heading(plot: Plot, titled: bool) -> None:
         ("dot", "checks_failed", "checks failed", "checks_failed" in statuses),
         ("cross", "crash", "failed", any(row["metric"] <= 0 for row in segment)),
         ("up", "discard", "off the scale", any(not plot.low <= s <= plot.high for s in scores)),
-        ("ring", "discard", "repeat", any(row.get("repeats") for row in segment)),
+        ("ring", "discard", "one of several runs", any(row.get("repeats") for row in segment)),
         ("ring", "holdout", f"hold-out text{plot.shift_text}", bool(plot.held)),
         ("rect", "band", "within the noise", any(row.get("floor") for row in segment)),
     ]
@@ -266,7 +268,8 @@ def draw_points(plot: Plot) -> None:
     lane = plot.bottom + 14
     for row in plot.segment:
         for score in row.get("repeats") or []:
-            plot.point(row, score, 2.6, "keep" if row["status"] == "keep" else "discard", "ring")
+            color = "keep" if row["status"] == "keep" else "discard"
+            plot.point(row, score, 2.6, color, "ring", faint=True)
     for row in plot.segment:
         if row["metric"] <= 0:
             plot.add("cross", "crash", plot.x(row["run"]), lane, size=4, run=row["run"])

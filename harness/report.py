@@ -107,7 +107,7 @@ def with_repeats(root: Path, rows: Sequence[dict]) -> list[dict]:
                 scores.setdefault((key, entry.get("code")), []).append(entry["score"])
     found = []
     for row in rows:
-        own = row.get("scores") if isinstance(row.get("scores"), list) else []
+        own = row.get("repeats") if isinstance(row.get("repeats"), list) else []
         repeats = scores.pop((comparison_key(row), row.get("code")), own)
         found.append(row | {"repeats": repeats if len(repeats) > 1 else []})
     return found

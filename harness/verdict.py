@@ -95,34 +95,18 @@ def noise_floor(spread: Spread, incumbent_runs: int = 1) -> tuple[float, str]:
     return floor, f"measured, {spread.degrees} degrees of freedom"
 
 
-def judge(
-    score: float,
-    reference: float,
-    floor: float,
-    lines: tuple[int, int] = (0, 0),
-    simpler: bool = False,
-) -> tuple[str, str]:
-    """(status, reason). `lines` is (added, removed); a gain of exactly the floor is none."""
-    gain = round(reference - score, 9)  # 1 - 0.998 is a little more than 0.002 in floating point
-    if gain > floor:
-        return "keep", "better"
-    if simpler and lines[1] > lines[0] and gain >= -floor:
-        return "keep", "simpler"
-    return "discard", "within noise" if gain >= -floor else "worse"
-
-
 # ---- the verdict on one or more runs of a candidate ----
 
 MAX_RUNS = 5  # of a candidate
 # After 1, 2, ... runs of the candidate: keep it above the first bound, discard it below the second.
-KEEP_ABOVE = (5.0, 3.0, 2.3, 2.3, 2.1)
-DISCARD_BELOW = (0.4, 0.9, 1.1, 1.5, 2.1)
+KEEP_ABOVE = (5.0, 2.9, 2.3, 2.2, 2.1)
+DISCARD_BELOW = (0.35, 0.85, 1.15, 1.5, 2.1)
 WORSE_BELOW = -2.0  # a discarded candidate below this is "worse", else "within noise"
 # The scores on which a code was kept are lucky ones. Until it has FRESH_RUNS others, a candidate
 # is compared with it leniently: the second list is lower by LENIENCE.
 FRESH_RUNS = 2
-LENIENCE = 1.0
-INCUMBENT_RATIO = 2  # runs of the incumbent for each of a doubtful candidate
+LENIENCE = 1.1
+INCUMBENT_RATIO = 1.75  # runs of the incumbent for each of a doubtful candidate
 CLIP = 1.75  # standard deviations from the median at which a score's pull on the mean ends
 SIMPLER_RUNS = 3  # of a simplification before it is kept as equal
 SIMPLER_TOLERANCE = 0.5  # of a single run's standard deviation
@@ -181,10 +165,11 @@ def decide_next(
     as_good = simpler and lines[1] > lines[0] and candidate_mean <= limit
     if once:
         floor, _ = noise_floor(spread, len(incumbent))
-        status, reason = judge(candidate_mean, incumbent_mean, floor)
-        if status == "discard" and as_good:
+        if gain > floor:  # a gain of exactly the floor is none
+            return decision("keep", "better")
+        if as_good:
             return decision("keep", "simpler")
-        return decision(status, reason)
+        return decision("discard", "within noise" if gain >= -floor else "worse")
     if not spread.degrees:
         return decision("run_incumbent", "the spread of a run is not known yet")
     runs = min(len(candidate), MAX_RUNS)

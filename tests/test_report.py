@@ -186,7 +186,7 @@ def test_picture_and_page_have_the_same_colors():
 
 def test_foreign_rows_are_drawn_without_a_traceback(session):
     rows = make_rows(5)
-    rows[1] |= {"metrics": None, "seconds": "12", "floor": "0.1", "scores": 7, "asi": "text"}
+    rows[1] |= {"metrics": None, "seconds": "12", "floor": "0.1", "repeats": 7, "asi": "text"}
     rows[2] |= {"timestamp": 1e300, "holdout_bpb": [], "parent_metric": {}, "marks": ["x"]}
     rows[3] = {"run": 4, "metric": 1.4}
     session.write(rows)
@@ -196,7 +196,7 @@ def test_foreign_rows_are_drawn_without_a_traceback(session):
 def test_repeats_of_a_train_py_are_points_of_its_first_row(tmp_path):
     rows = [
         make_row(1, 1.5, "keep", code="aaa"),
-        make_row(2, 1.45, "keep", code="bbb", scores=[1.44, 1.46]),
+        make_row(2, 1.45, "keep", code="bbb", repeats=[1.44, 1.46]),
         make_row(3, 1.5, code="aaa"),
     ]
     entries = [
