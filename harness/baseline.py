@@ -5,10 +5,11 @@ import statistics
 
 from harness.checks import begin, check_session, present_session
 from harness.common import UserError, say
-from harness.finish import finish, measure_extra, record_score
-from harness.judging import Scores, floor_of, incumbent
+from harness.finish import finish, recover_run
+from harness.judging import floor_of, incumbent
 from harness.log import change_row, number
-from harness.measure import Result, add_gpu
+from harness.measure import Result, add_gpu, measure_fairly, record_score
+from harness.scores import Scores
 from harness.session import Session
 from harness.workspace import Run, Stop, Workspace
 
@@ -68,7 +69,7 @@ def make_baseline(
                     say(f"the baseline is marked: {result.marks}; runs with the same mark count")
                 row = finish(run, status="keep", reason="baseline", parent_metric=None)
                 run.record["key"] = list(Session(row).key)
-                record_score(run, "baseline")
+                record_score(run)
                 return Session(row)
             run.close(f"failed-baseline-{run.id}")
     raise Stop(
@@ -157,3 +158,15 @@ def noise_command(args: argparse.Namespace) -> int:
     if not deviation:
         say("all scores are equal. hint: does train.py use the seed?")
     return 0
+
+
+def measure_extra(
+    run: Run, commit: str, session: Session | None, seed: int | None = None, gpu: str | None = None
+) -> Result:
+    """Measure a run that is no candidate; when that is cut off, nothing of it stays open."""
+    try:
+        return measure_fairly(run, commit, session, seed, gpu)
+    except BaseException:
+        with run.workspace.lock():
+            recover_run(run)
+        raise

@@ -2,9 +2,10 @@
 
 from harness.baseline import SEEDS, make_baseline, measure_noise, repeat
 from harness.common import say
-from harness.finish import abandon, finish, measure_fairly, recover_run
-from harness.judging import Scores, decide, incumbent, next_step
-from harness.measure import Result
+from harness.finish import abandon, finish, recover_run
+from harness.judging import decide, incumbent, next_step
+from harness.measure import Result, measure_fairly
+from harness.scores import Scores
 from harness.session import OtherSettings, Session
 from harness.workspace import Run, Stop
 

@@ -1,11 +1,12 @@
 """Runs that outlive the shell that started them: `try --detach` and `wait`."""
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from harness.checks import check_git
 from harness.common import UserError, say
 from harness.cycle import work
 from harness.overview import (
@@ -21,7 +22,8 @@ from harness.workspace import Run, Stop, Workspace
 
 STILL_RUNNING = 75  # exit code of `wait`: EX_TEMPFAIL of sysexits.h
 OUTPUT = "output.txt"  # in the run's folder: what a detached run prints
-INTERVAL = 0.5  # seconds between two looks at a run
+INTERVAL = 0.5  # seconds between two looks at a run's folder
+LOOK_INTERVAL = 10  # seconds between two searches for a process that was killed
 HAND_OVER = 30  # seconds that the background process waits for the run
 
 
@@ -79,22 +81,27 @@ def work_command(args: argparse.Namespace) -> int:
 def wait_command(args: argparse.Namespace) -> int:
     """Wait for the verdict of a run and print it. Interrupting this does not touch the run."""
     workspace = Workspace(args.root)
-    check_git(workspace)
     end = time.monotonic() + args.timeout
     rows = look(workspace)
     name = args.run or newest_run(workspace, rows)
-    told = False
+    if folder := find_open(workspace, name):
+        say(under_way(workspace, Run(workspace, folder)))
     while folder := find_open(workspace, name):
-        if not told:
-            say(under_way(workspace, Run(workspace, folder)))
-            told = True
         if time.monotonic() > end:
-            print(under_way(workspace, Run(workspace, folder)))
-            print(f"still running. next: {COMMAND} wait {name}")
-            return STILL_RUNNING
-        time.sleep(INTERVAL)
+            with contextlib.suppress(FileNotFoundError):  # it ended just now
+                print(under_way(workspace, Run(workspace, folder)))
+                print(f"still running. next: {COMMAND} wait {name}")
+                return STILL_RUNNING
+        sleep_until_gone(folder, min(LOOK_INTERVAL, end + INTERVAL - time.monotonic()))
         rows = look(workspace)
     return print_result(workspace, rows, name)
+
+
+def sleep_until_gone(folder: Path, seconds: float) -> None:
+    """Wait for a folder to get its final name, without work for the machine that is measured."""
+    end = time.monotonic() + seconds
+    while folder.exists() and time.monotonic() < end:
+        time.sleep(INTERVAL)
 
 
 def print_result(workspace: Workspace, rows: list[dict], name: str) -> int:

@@ -7,18 +7,14 @@ commit on the branch (for a keep), the row, train.py in the checkout, the folder
 import contextlib
 import shutil
 import time
-from dataclasses import asdict, replace
 
 from harness.common import say
 from harness.git import GitError
-from harness.judging import Scores, decide
+from harness.judging import decide
 from harness.log import METRICS, RECORD_KEYS
-from harness.measure import Result, measure, telemetry
+from harness.measure import Result, record_score
 from harness.process import end_orphans
 from harness.repository import RUN_REFS, HookRefused, one_line, subject_and_body
-from harness.scores import append_score
-from harness.session import Session
-from harness.verdict import disturbance
 from harness.workspace import Run, Workspace
 
 INTERRUPTED = Result("crash", "interrupted", "interrupted")
@@ -43,7 +39,7 @@ def make_row(run: Run, result: Result, decision: dict) -> dict:
     row |= {"reason": "", "detail": result.detail} | decision
     metrics["millibits"] = round(1000 * row["metric"], 3)  # some readers show two decimals only
     row |= {name: data.get(name, settings.get(name)) for name in RECORD_KEYS}
-    row["data"] = settings.get("data")
+    row |= {"data": settings.get("data"), "device_type": settings.get("device")}
     row["seconds"] = result.seconds
     row["commit_id"] = record["commit"]
     row["code"] = run.workspace.repository.train_blob(record["commit"])
@@ -142,69 +138,6 @@ def bring_train(run: Run, row: dict) -> None:
     )
 
 
-def record_score(run: Run, kind: str, attempt: int = 1, disturbed: str = "") -> None:
-    """Keep the score of a measurement for its code. The caller holds the lock.
-
-    Args:
-        disturbed: why it does not count.
-    """
-    result = Result(**run.record["result"])
-    if result.status not in ("scored", "disturbed") or not run.record.get("key"):
-        return
-    entry = {
-        "id": run.id if attempt == 1 and not disturbed else f"{run.id}-{attempt}",
-        "code": run.workspace.repository.train_blob(run.record["commit"]),
-        "commit": run.record["commit"],
-        "kind": kind,
-        "score": result.score,
-        "seed": result.record.get("seed"),
-        "steps": result.metrics.get("num_steps"),
-        "seconds": result.seconds,
-        "timestamp": time.time_ns() // 1_000_000,
-        "key": run.record["key"],
-        "load": telemetry(result),
-    }
-    if disturbed:
-        entry["disturbed"] = disturbed
-    append_score(run.workspace.scores, entry)
-
-
-def measure_fairly(
-    run: Run, commit: str, session: Session | None, seed: int | None = None, gpu: str | None = None
-) -> Result:
-    """Measure a run, and once more if the machine was busier than usual; then it is not judged.
-
-    The scores are kept for the code of the commit; a disturbed one does not count.
-    """
-    workspace, kind = run.workspace, "run" if run.record["kind"] == "candidate" else "repeat"
-    for attempt in (1, 2):
-        result = measure(run, commit, session, seed, gpu)
-        earlier = Scores.of(workspace, workspace.rows()).telemetry() if session else []
-        why = disturbance(telemetry(result), earlier) if result.status == "scored" else ""
-        if why:
-            result = replace(result, status="disturbed", reason="disturbed", detail=why)
-            run.save(result=asdict(result))
-        with workspace.lock():
-            record_score(run, kind, attempt, why)
-        if not why:
-            break
-        if attempt == 1:
-            say(f"the machine was disturbed: {why}; the run is repeated once")
-    return result
-
-
-def measure_extra(
-    run: Run, commit: str, session: Session | None, seed: int | None = None, gpu: str | None = None
-) -> Result:
-    """Measure a run that is no candidate; when that is cut off, nothing of it stays open."""
-    try:
-        return measure_fairly(run, commit, session, seed, gpu)
-    except BaseException:
-        with run.workspace.lock():
-            recover_run(run)
-        raise
-
-
 # ---- after a kill ----
 
 
@@ -230,12 +163,14 @@ def recover_run(run: Run, detail: str = "interrupted") -> None:
         settle(run)
     elif record["kind"] != "candidate":
         if record.get("result"):
-            record_score(run, "repeat")  # a second entry with the same id counts once
+            record_score(run)
         run.close(f"interrupted-{run.id}")
     elif not record.get("begun"):  # it was not run: the user's edit is still in train.py
         abandon(run, f"{detail} before it began")
     else:
-        if not record.get("result"):
+        if record.get("result"):
+            record_score(run)
+        else:
             run.save(result=vars(INTERRUPTED) | {"detail": detail})
         row = finish(run, **decide(run, workspace.rows()))
         say(

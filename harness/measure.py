@@ -3,8 +3,9 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from harness.common import say
@@ -13,7 +14,9 @@ from harness.git import git
 from harness.process import call
 from harness.repository import one_line
 from harness.run import Outcome, run_experiment
+from harness.scores import Scores, append_score
 from harness.session import Session, harmless_marks
+from harness.verdict import disturbance
 from harness.workspace import Run, Workspace
 
 CHECKS = "autoresearch.checks.sh"
@@ -109,6 +112,8 @@ def measure(
     run.make_room()  # the run may have filled the disk
     if outcome.code == 130:
         raise KeyboardInterrupt
+    if session and outcome.score is not None:
+        session.check_record(outcome.record)
     accepted = session.harmless_marks if session else harmless_marks(outcome.marks)
     result = Result.of(outcome, accepted)
     if result.status == "scored":
@@ -152,3 +157,57 @@ def run_checks(run: Run, here: Path, environment: Mapping[str, str], result: Res
     detail += f" after {CHECKS_LIMIT} s" if ended.timed_out else ""
     kept = asdict(result) | {"status": "checks_failed", "reason": "checks_failed"}
     return Result(**kept | {"detail": detail})
+
+
+# ---- scores of several runs ----
+
+
+def record_score(run: Run) -> None:
+    """Keep the score of a measurement for its code. The caller holds the lock.
+
+    Recorded twice, after a kill, it counts once: the ids are equal.
+    """
+    result = Result(**run.record["result"])
+    if result.status not in ("scored", "disturbed") or not run.record.get("key"):
+        return
+    kinds = {"candidate": "run", "baseline": "baseline", "probe": "repeat"}
+    entry = {
+        "id": run.id,
+        "code": run.workspace.repository.train_blob(run.record["commit"]),
+        "commit": run.record["commit"],
+        "kind": kinds[run.record["kind"]],
+        "score": result.score,
+        "seed": result.record.get("seed"),
+        "steps": result.metrics.get("num_steps"),
+        "seconds": result.seconds,
+        "timestamp": time.time_ns() // 1_000_000,
+        "key": run.record["key"],
+        "load": telemetry(result),
+    }
+    if result.status == "disturbed":
+        entry |= {"disturbed": result.detail, "id": f"{run.id}-disturbed-{result.seconds}"}
+    append_score(run.workspace.scores, entry)
+
+
+def measure_fairly(
+    run: Run, commit: str, session: Session | None, seed: int | None = None, gpu: str | None = None
+) -> Result:
+    """Measure a run, and once more if the machine was busier than usual; then it is not judged.
+
+    The scores are kept for the code of the commit; a disturbed one does not count.
+    """
+    workspace = run.workspace
+    for attempt in (1, 2):
+        result = measure(run, commit, session, seed, gpu)
+        earlier = Scores.of(workspace, workspace.rows()).telemetry() if session else []
+        why = disturbance(telemetry(result), earlier) if result.status == "scored" else ""
+        if why:
+            result = replace(result, status="disturbed", reason="disturbed", detail=why)
+            run.save(result=asdict(result))
+        with workspace.lock():
+            record_score(run)
+        if not why:
+            break
+        if attempt == 1:
+            say(f"the machine was disturbed: {why}; the run is repeated once")
+    return result

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from harness.common import UserError, say
 from harness.finish import recover
-from harness.judging import Scores, floor_of, incumbent
+from harness.judging import floor_of, incumbent
 from harness.log import current
 from harness.progress import read_progress
 from harness.repository import one_line
 from harness.runlog import last_lines
+from harness.scores import Scores
 from harness.session import Session
 from harness.verdict import kept
 from harness.workspace import Run, Workspace
@@ -26,10 +27,13 @@ MIN_ID = 4  # characters of an id that a command accepts
 
 
 def look(workspace: Workspace) -> list[dict]:
-    """Finish what killed commands left, and read the log."""
+    """Finish what killed commands left, and read the log. Where that fails, it says so."""
     if workspace.repository.git_or_none("rev-parse", "-q", "--verify", "HEAD") is not None:
-        with workspace.lock():
-            recover(workspace)
+        try:
+            with workspace.lock():
+                recover(workspace)
+        except (UserError, OSError) as error:
+            say(f"a run that was cut off can't be finished now: {error}")
     return workspace.rows()
 
 

@@ -7,9 +7,44 @@ of the same train.py, and count for it as much as the first run does.
 import contextlib
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.log import comparison_key, number, strict_json
+from harness.session import Session
+from harness.verdict import Spread, pooled_spread
+from harness.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All scores of a session that can be compared, each under the code that it is of."""
+
+    entries: Sequence[dict]
+
+    @classmethod
+    def of(cls, workspace: Workspace, rows: list[dict]) -> "Scores":
+        """The scores of the present session, none without one."""
+        session = Session.of(rows)
+        return cls(read_scores(workspace.scores, rows, session.key) if session else [])
+
+    def of_code(self, code: str | None) -> list[float]:
+        """The scores of one train.py, in the order in which they were measured."""
+        return [entry["score"] for entry in self.undisturbed() if entry["code"] == code]
+
+    def undisturbed(self) -> list[dict]:
+        """Those that count: not of a run that got less of the machine than usual."""
+        return [entry for entry in self.entries if not entry.get("disturbed")]
+
+    def telemetry(self) -> list[dict]:
+        """What the machine gave to each run, disturbed ones included."""
+        return [entry.get("load") or {} for entry in self.entries]
+
+    def spread(self) -> Spread:
+        """How much the score of one and the same train.py varies."""
+        codes = {entry["code"] for entry in self.undisturbed()}
+        return pooled_spread([self.of_code(code) for code in sorted(codes)])
 
 
 def read_scores(path: Path, rows: list[dict], key: tuple) -> list[dict]:

@@ -80,15 +80,18 @@ class Session:
     def check(self, settings: Mapping) -> None:
         """Raise OtherSettings unless the settings that prepare.py resolved are the session's."""
         wanted = {resolved: self.baseline.get(key) for _, key, resolved in SETTINGS}
-        wanted |= {name: self.baseline.get(name) for name in ("data_id", "device", "fixed")}
+        wanted |= {name: self.baseline.get(name) for name in ("data_id", "fixed")}
+        wanted["device"] = self.baseline.get("device_type")
         del wanted["seed"]  # repeats have seeds of their own
-        for name, value in wanted.items():
-            found = settings.get(name)
-            if value is not None and found is not None and found != value:
-                raise OtherSettings(
-                    f"{name} is {found}, the session has {value}: their scores can't be compared. "
-                    "hint: restore it, or begin a new session with --new-session"
-                )
+        check_equal(wanted, settings)
+
+    def check_record(self, record: Mapping) -> None:
+        """Raise OtherSettings unless the evaluator's record is of this session's data and device.
+
+        The record names the GPU, which the settings do not know.
+        """
+        names = ("data_id", "budget", "device", "profile", "fixed")
+        check_equal({name: self.baseline.get(name) for name in names}, record)
 
     def summary(self) -> str:
         """The settings in one line."""
@@ -96,6 +99,17 @@ class Session:
         parts = [f"budget {row['budget']:g} s", f"seed {row.get('seed')}"]
         parts += [f"{name} {row[name]}" for name in ("data", "profile", "device") if row.get(name)]
         return ", ".join(parts)
+
+
+def check_equal(wanted: Mapping, found: Mapping) -> None:
+    """Raise OtherSettings when a value that both have differs."""
+    for name, value in wanted.items():
+        other = found.get(name)
+        if value is not None and other is not None and other != value:
+            raise OtherSettings(
+                f"{name} is {other}, the session has {value}: their scores can't be compared. "
+                "hint: restore it, or begin a new session with --new-session"
+            )
 
 
 def harmless_marks(marks: str) -> frozenset[str]:

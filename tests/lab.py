@@ -23,7 +23,7 @@ from harness.fixed import fixed_hash
 FAKE = os.environ.get
 SETTINGS = {
     "profile": FAKE("AUTORESEARCH_PROFILE", "tiny"), "data": FAKE("AUTORESEARCH_DATA", "embedded"),
-    "data_id": FAKE("FAKE_DATA", "0123456789ab"), "device": FAKE("FAKE_DEVICE", "cpu"),
+    "data_id": FAKE("FAKE_DATA", "0123456789ab"), "device": FAKE("FAKE_DEVICE", "cpu").split()[0],
     "time_budget": float(FAKE("AUTORESEARCH_TIME_BUDGET", 300)),
     "seed": int(FAKE("AUTORESEARCH_SEED", 1337)), "cache": "", "eval_version": 1,
     "fixed": fixed_hash(Path(__file__).resolve().parent),
@@ -46,7 +46,8 @@ def main():
     folder = os.environ["AUTORESEARCH_RUN_DIR"]
     record = {"run_id": os.environ["AUTORESEARCH_RUN_ID"], "val_bpb": score, "marks": "",
               "budget": SETTINGS["time_budget"]}
-    record |= {name: SETTINGS[name] for name in ("seed", "data_id", "profile", "device", "fixed")}
+    record |= {name: SETTINGS[name] for name in ("seed", "data_id", "profile", "fixed")}
+    record["device"] = os.environ.get("FAKE_DEVICE", "cpu")  # a GPU's name, not its kind only
     if os.environ.get("GATE"):
         with open(os.path.join(folder, "started"), "w") as file:
             file.write(os.environ.get("CUDA_VISIBLE_DEVICES", ""))

@@ -53,11 +53,19 @@ def test_the_same_value_in_other_words_is_no_other_setting(based):
     assert based.column("segment") == [0, 0]
 
 
-@pytest.mark.parametrize("change", [{"FAKE_DEVICE": "other"}, {"FAKE_DATA": "ba9876543210"}])
-def test_a_device_or_data_that_changed_meanwhile_is_refused_before_training(based, change):
-    based.edit(0.9, "open('/dev/null')")
+@pytest.mark.parametrize(
+    ("change", "trains"),
+    [
+        ({"FAKE_DEVICE": "cuda"}, False),
+        ({"FAKE_DATA": "ba9876543210"}, False),
+        ({"FAKE_DEVICE": "cpu of another make"}, True),  # only the record has the name
+    ],
+)
+def test_a_device_or_data_that_changed_meanwhile_is_refused(based, tmp_path, change, trains):
+    based.edit(0.9, f"open({str(tmp_path / 'trained')!r}, 'w').close()")
     out = based.attempt("at 2 am", code=2, **change)
     assert next(iter(change.values())) in out and "--new-session" in out
+    assert (tmp_path / "trained").exists() == trains
     assert len(based.rows()) == 1 and score_in(based.train.read_text()) == 0.9
     based.assert_settled(edited=True)
     assert not based.git("for-each-ref", "refs/autoresearch/runs")
