@@ -3,9 +3,10 @@
 Which texts are held out depends on their content alone. Every text has a hash, and the lowest
 hashes are held out until there is enough text for the scored rows:
 
-    hash  0 ............... limit ......................... 2**64
-          held out, in the       trained on, in the order
-          order of hashes        of the files
+    hash  0 ............... limit ......... sample_limit ......... 2**64
+          held out, in the       trained on, in the order of the files
+          order of hashes        the tokenizer learns
+                                 from these
 
 So a text is on the same side wherever it lies, copies are on the same side, and what is scored
 comes from all over the folder.
@@ -27,6 +28,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from harness.common import UserError
+from harness.documents import CHARS_PER_TOKEN
 from harness.sources import Skip, Source, held_out_bytes, parquet_texts, usable
 from prepare import Settings
 
@@ -166,14 +168,21 @@ def file_texts(path: Path, piece: int = PIECE) -> Iterator[str | Skip | None]:
 
 @dataclass
 class Split:
-    """Which texts are held out: those whose hash is at most `limit`."""
+    """Which texts are held out: those whose hash is at most `limit`.
+
+    The tokenizer learns from those above that, up to `sample_limit`.
+    """
 
     limit: int
+    sample_limit: int
     held_out: list[str]  # in the order of their hashes
 
 
+ALL_HASHES = (1 << 64) - 1
+
+
 def text_hash(text: str) -> int:
-    """64 bits of the text's content."""
+    """64 bits of the text's content, white space included."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
@@ -185,7 +194,7 @@ class LowestHashes:
         self.need = need
         self.kept: dict[int, str] = {}
         self.n_bytes = 0  # of those kept
-        self.limit = (1 << 64) - 1  # no text above it can be among them
+        self.limit = ALL_HASHES  # no text above it can be among them
 
     def add(self, text: str, n_bytes: int) -> None:
         hashed = text_hash(text)
@@ -239,7 +248,10 @@ def split_texts(path: Path, files: Files, settings: Settings) -> Split:
             f"{passed_over_text(files.passed_over, skipped)}. "
             f"hint: {missing_text_hint(skipped)}"
         )
-    return Split(lowest.limit, list(lowest.kept.values()))
+    # Twice what the tokenizer reads, since it takes only the beginnings of long texts.
+    share = min(1.0, 2 * CHARS_PER_TOKEN * settings.vocab_size / total)
+    sample_limit = lowest.limit + int(share * (ALL_HASHES - lowest.limit))
+    return Split(lowest.limit, sample_limit, list(lowest.kept.values()))
 
 
 def missing_text_hint(skipped: Counter) -> str:
@@ -278,10 +290,14 @@ def folder_source(path: Path, settings: Settings) -> Source:
     def texts(shard: str) -> Iterable[str | Skip | None]:
         if shard == "val":
             return iter(split().held_out)
-        limit = split().limit
+        low, high = split().limit, ALL_HASHES
+        if shard == "sample":  # by hash, so that it comes from all over the folder
+            high = split().sample_limit
         every = chain.from_iterable(map(file_texts, files.read))
-        return (text for text in every if not isinstance(text, str) or text_hash(text) > limit)
+        return (
+            text for text in every if not isinstance(text, str) or low < text_hash(text) <= high
+        )
 
     seen = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files.read]
     state = hashlib.sha256(json.dumps(seen).encode()).hexdigest() if seen else None
-    return Source(["text"], ["text"], "val", texts, state=state, passed_over=files.passed_over)
+    return Source(["text"], ["sample"], "val", texts, state=state, passed_over=files.passed_over)

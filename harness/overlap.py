@@ -63,7 +63,6 @@ class Dropped:
     """Documents and tokens that were kept out of a shard."""
 
     copies: int = 0  # documents whose text is held out, white space aside
-    exact_copies: int = 0  # of these: equal also in white space
     half_copies: int = 0  # documents that share a run of WINDOW tokens with held-out rows
     half_copy_tokens: int = 0
 
@@ -98,13 +97,12 @@ def is_in(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
 class HeldOut:
     """What training must not contain. Keeps count of which held-out windows were met."""
 
-    def __init__(self, keys: np.ndarray, rows: dict[str, np.ndarray], bos: int):
+    def __init__(self, text_hashes: np.ndarray, rows: dict[str, np.ndarray], bos: int):
         """
-        keys: uint64 [n, 2], layout_hash and text_hash of every held-out document.
+        text_hashes: uint64 [n], of every held-out document.
         rows: name -> uint16 [n, row_len], the held-out rows.
         """
-        self.layout_hashes = set(keys[:, 0].tolist())
-        self.text_hashes = set(keys[:, 1].tolist())
+        self.text_hashes = set(text_hashes.tolist())
         self.hash = RollingHash()
         self.rows = {name: self.windows(array, bos) for name, array in rows.items()}
         every = [part.hashes[part.starts] for part in self.rows.values()]
@@ -148,9 +146,8 @@ class HeldOut:
         """The tokens of the documents that may be trained on; the others are counted."""
         kept = []
         for document in documents:
-            if document.layout_hash in self.layout_hashes:
+            if document.text_hash in self.text_hashes:
                 dropped.copies += 1
-                dropped.exact_copies += document.text_hash in self.text_hashes
             else:
                 kept.append(document.tokens)
         if not kept or not len(self.ordered):

@@ -4,7 +4,7 @@
     val_rows.bin         uint16 [n, seq_len + 1]: what is scored, packed rows of held-out documents
     holdout_rows.bin     the same, a quarter as many rows, of other documents: no decision sees them
     preview_rows.bin     the same, a sixteenth: for the curve of a long run
-    val_keys.bin         uint64 [n, 2]: hashes of all held-out documents
+    held_out_hashes.bin  uint64 [n]: text_hash of all held-out documents
     train_SHARD.bin      uint16: documents one after another, each with BOS first
     manifest.json        sizes and SHA-256 of these, settings, counts; its data_id is written last
 
@@ -42,7 +42,7 @@ DATA_VERSION = 2  # raise it whenever the same text could give another cache
 SHARD_TOKENS = 100_000_000  # a longer shard continues in another file: a reader maps one at once
 BUFFER = 1000  # documents that packing chooses from, see prepare.pack_rows
 ROW_SETS = {"val_rows.bin": 1, "holdout_rows.bin": 4, "preview_rows.bin": 16}  # 1/n of eval_tokens
-HELD_OUT_FILES = (*ROW_SETS, "val_keys.bin")
+HELD_OUT_FILES = (*ROW_SETS, "held_out_hashes.bin")
 
 
 def cache_settings(settings: Settings) -> dict:
@@ -199,24 +199,24 @@ class Preparation:
     def make_tokenizer(self) -> None:
         present = [shard for shard in self.source.sample if shard not in self.manifest["missing"]]
         texts = usable(chain.from_iterable(map(self.source.texts, present)), Counter())
-        tokenizer = train_tokenizer(
-            learnable(progress(texts, "tokenizer")), self.settings.vocab_size
-        )
-        if (size := tokenizer.get_vocab_size()) < self.settings.vocab_size:
+        vocab_size = self.settings.vocab_size
+        sample = learnable(progress(texts, "tokenizer"), vocab_size)
+        tokenizer = train_tokenizer(sample, vocab_size)
+        if (size := tokenizer.get_vocab_size()) < vocab_size:
             raise UserError(
                 f"the text is too uniform: it gives a vocabulary of {size} tokens, "
-                f"not {self.settings.vocab_size}. hint: more text, of more kinds"
+                f"not {vocab_size}. hint: more text, of more kinds"
             )
         save_tokenizer(tokenizer, self.cache / "tokenizer.json")
         self.record("tokenizer.json")
 
     def make_rows(self, encoder: DocumentEncoder) -> None:
         """The sets of held-out rows. Each text goes to one set; the hashes of all are kept."""
-        keys = []
+        text_hashes = []
 
         def hashed(texts: Iterable[list[Document]]) -> Iterator[list[Document]]:
             for documents in texts:
-                keys.extend((d.layout_hash, d.text_hash) for d in documents)
+                text_hashes.extend(document.text_hash for document in documents)
                 yield documents
 
         held_out = usable(self.source.texts(self.source.val), Counter())
@@ -234,7 +234,8 @@ class Preparation:
             write_atomic(self.cache / name, rows.tobytes())
         for _ in texts:  # the hashes of the rest
             pass
-        write_atomic(self.cache / "val_keys.bin", np.array(keys, np.uint64).tobytes())
+        hashes = np.array(text_hashes, np.uint64)
+        write_atomic(self.cache / "held_out_hashes.bin", hashes.tobytes())
         self.record(*HELD_OUT_FILES)
 
     def make_shards(self, encoder: DocumentEncoder) -> None:
@@ -251,12 +252,12 @@ class Preparation:
             raise UserError(f"no training text is left in {self.settings.data}")
 
     def held_out(self, bos: int) -> HeldOut:
-        keys = np.fromfile(self.cache / "val_keys.bin", np.uint64).reshape(-1, 2)
+        text_hashes = np.fromfile(self.cache / "held_out_hashes.bin", np.uint64)
         rows = {
             name: np.fromfile(self.cache / name, np.uint16).reshape(-1, self.row_len)
             for name in ROW_SETS
         }
-        return HeldOut(keys, rows, bos)
+        return HeldOut(text_hashes, rows, bos)
 
     def cropped_share(self, bos: int) -> float:
         """Share of the tokens that packing crops away, over the first million documents."""

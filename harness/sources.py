@@ -145,7 +145,7 @@ def embedded_source() -> Source:
 # ------------------------------------------------------------------ data sets of the hub
 
 LAST_SHARD = 6542
-TOKENIZER_SHARDS = 5  # enough for documents.TOKENIZER_CHARS
+TOKENIZER_SHARDS = 1  # more text than the tokenizer learns from
 
 
 def climbmix_source(

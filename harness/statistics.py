@@ -26,10 +26,7 @@ def report(settings: Settings, manifest: dict) -> None:
     print(f"cache       {settings.cache}")
     print(f"tokenizer   {len(tokenizer.token_bytes)} tokens")
     print(f"training    {total['tokens'] / 1e6:.1f} M tokens in {total['documents']} documents")
-    print(
-        f"copies      {total['copies']} documents dropped whose text is held out "
-        f"({total['exact_copies']} exactly, the others except for white space)"
-    )
+    print(f"copies      {total['copies']} documents dropped whose text is held out")
     report_half_copies(manifest)
     skipped = Counter()
     for stats in manifest["stats"].values():

@@ -109,7 +109,7 @@ def tokenizing() -> None:
 def half_copies() -> None:
     shard = random_shard(180)
     rows = shard[: 2688 * 257].reshape(-1, 257)
-    held_out = HeldOut(np.empty((0, 2), np.uint64), {"val_rows.bin": rows}, BOS)
+    held_out = HeldOut(np.empty(0, np.uint64), {"val_rows.bin": rows}, BOS)
 
     def find() -> None:
         for start in range(0, len(shard), BATCH_TOKENS):

@@ -16,7 +16,7 @@ from harness.shards import prepare_data
 
 BOS = 9
 ROW_LEN = 129
-NO_KEYS = np.empty((0, 2), np.uint64)
+NO_HASHES = np.empty(0, np.uint64)
 
 
 def runs(tokens) -> set[tuple]:
@@ -39,11 +39,11 @@ def make_rows(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def document(tokens, number: int = 0) -> Document:
-    return Document(np.array([BOS, *tokens], np.uint16), number, number)
+    return Document(np.array([BOS, *tokens], np.uint16), number)
 
 
 def make_held_out(rows: np.ndarray) -> HeldOut:
-    return HeldOut(NO_KEYS, {"val_rows.bin": rows, "holdout_rows.bin": rows[:2]}, BOS)
+    return HeldOut(NO_HASHES, {"val_rows.bin": rows, "holdout_rows.bin": rows[:2]}, BOS)
 
 
 @pytest.mark.parametrize("n", [0, 1, WINDOW - 1, WINDOW, WINDOW + 1, 500])

@@ -102,6 +102,7 @@ def test_training_is_deterministic_and_kept_as_plain_data(tokenizer, tmp_path):
 
 
 def test_learns_from_the_beginnings_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("harness.documents.TOKENIZER_CHARS", 25)
-    monkeypatch.setattr("harness.documents.TOKENIZER_DOC_CHARS", 10)
-    assert list(learnable(["a" * 30, "b", "c" * 30, "d" * 30, "e"])) == ["a" * 10, "b", "c" * 10, "d" * 10]
+    monkeypatch.setattr("harness.documents.CHARS_PER_TOKEN", 5)
+    monkeypatch.setattr("harness.documents.CHARS_PER_TEXT", 10)
+    texts = ["a" * 30, "b", "c" * 30, "d" * 30, "e"]
+    assert list(learnable(texts, 5)) == ["a" * 10, "b", "c" * 10, "d" * 10]
