@@ -15,8 +15,8 @@ from harness.attention import fetch_fa3
 from harness.common import UserError, write_atomic
 from harness.fixed import fixed_hash
 from harness.folder import folder_source
-from harness.hub import Limits
 from harness.known_answers import known_answers
+from harness.retrying import Limits
 from harness.settings import choice_file
 from harness.shards import prepare_data
 from harness.sources import Source, climbmix_source, embedded_source, tinystories_source

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -53,15 +54,24 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """Tokens of a text, or of a part of one.
+class EncodedText:
+    """The documents of one text, one after another.
 
-    tokens: uint16 [n], BOS first.
-    text_hash: 64 bits of its text without white space: equal for copies in another layout.
+    tokens: uint16 [n], each document with BOS first.
+    lengths: tokens of each document, BOS included.
+    hashes: of each document: 64 bits of its text without white space, so that copies in another
+        layout are equal.
     """
 
     tokens: np.ndarray
-    text_hash: int
+    lengths: list[int]
+    hashes: list[int]
+
+    def documents(self) -> Iterator[np.ndarray]:
+        start = 0
+        for length in self.lengths:
+            yield self.tokens[start : start + length]
+            start += length
 
 
 def text_hash(data: bytes) -> int:
@@ -106,38 +116,34 @@ class DocumentEncoder:
         self.ends_blank_line = np.array([re.search(rb"\n\s*\n$", t) is not None for t in tokens])
         self.is_line_end = np.array([t.endswith(b"\n") and not t.strip() for t in tokens])
 
-    def __call__(self, text: str) -> list[Document]:
+    def __call__(self, text: str) -> EncodedText:
         tokens = self.enc.encode_to_numpy(text, disallowed_special=())
         data = text.encode()
-        if self.max_len is None or len(tokens) <= self.max_len:
-            return [self.document(tokens, data)]
-        blank = self.ends_blank_line[tokens]
-        blank[1:] |= self.is_line_end[tokens[1:]] & self.ends_line[tokens[:-1]]
-        cuts = cut_points(blank, self.max_len)
-        offsets = np.concatenate([[0], np.cumsum(self.lengths[tokens])])[cuts].tolist()
-        return [
-            self.document(tokens[cuts[i] : cuts[i + 1]], data[offsets[i] : offsets[i + 1]])
-            for i in range(len(cuts) - 1)
-        ]
-
-    def document(self, tokens: np.ndarray, data: bytes) -> Document:
-        with_bos = np.empty(len(tokens) + 1, np.uint16)
-        with_bos[0] = self.bos
-        with_bos[1:] = tokens
-        return Document(with_bos, text_hash(data))
+        cuts = [0, len(tokens)]
+        offsets = [0, len(data)]
+        if self.max_len is not None and len(tokens) > self.max_len:
+            blank = self.ends_blank_line[tokens]
+            blank[1:] |= self.is_line_end[tokens[1:]] & self.ends_line[tokens[:-1]]
+            cuts = cut_points(blank, self.max_len)
+            offsets = np.concatenate([[0], np.cumsum(self.lengths[tokens])])[cuts].tolist()
+        return EncodedText(
+            np.insert(tokens.astype(np.uint16), cuts[:-1], self.bos),
+            [end - start + 1 for start, end in pairwise(cuts)],
+            [text_hash(data[start:end]) for start, end in pairwise(offsets)],
+        )
 
 
 BATCH_CHARS = 1 << 18  # texts that a thread encodes at a time
 
 
-def encode_all(encoder: DocumentEncoder, texts: Iterable[str]) -> Iterator[list[Document]]:
-    """The documents of each text, in order, encoded on all cores.
+def encode_all(encoder: DocumentEncoder, texts: Iterable[str]) -> Iterator[EncodedText]:
+    """The texts, in order, encoded on all cores.
 
     tiktoken releases the interpreter's lock. Memory holds a few batches of texts, no more.
     """
     workers = os.cpu_count() or 1
 
-    def encode(batch: list[str]) -> list[list[Document]]:
+    def encode(batch: list[str]) -> list[EncodedText]:
         return [encoder(text) for text in batch]
 
     with ThreadPoolExecutor(workers) as pool:

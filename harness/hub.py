@@ -18,38 +18,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import requests
 from filelock import FileLock, Timeout
-from requests.adapters import HTTPAdapter
 from tqdm import tqdm
-from urllib3.exceptions import InvalidHeader
-from urllib3.util import Retry
 
 from harness.common import UserError, file_hash, write_atomic
+from harness.retrying import Limits, retrying_session, without_secrets
 
 OFFLINE = (
     "hint: AUTORESEARCH_DATA=embedded needs no network, --data PATH takes your own text, "
     "HF_ENDPOINT a mirror"
 )
 CHUNK = 1 << 14  # bytes written at a time: what a broken connection can lose
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long and how often to try. Times in seconds."""
-
-    workers: int = 8  # files at a time
-    attempts: int = 7  # in a row that bring no new byte
-    pause: float = 1.0  # before the second attempt, doubled for each further one
-    connect: float = 5
-    read: float = 20  # without a byte
-    out_of_reach: float = 20  # without any answer from the hub before giving up
-    retry_after: int = 600  # the longest pause that the hub can ask for
 
 
 @contextlib.contextmanager
@@ -68,13 +52,6 @@ def locked(path: Path, waiting_for: str) -> Iterator[None]:
         lock.release()
 
 
-def without_secrets(error: object) -> str:
-    """An error's text without the token, passwords in addresses and signed queries."""
-    text = re.sub(r"(?<=//)[^/@\s]+@|(?<=\?)[^\s)'\"]+", "...", str(error))
-    token = os.environ.get("HF_TOKEN")
-    return text.replace(token, "...") if token else text
-
-
 def parquet_fault(path: Path) -> str | None:
     """Why this is not a complete parquet file, None if it is one.
 
@@ -90,28 +67,8 @@ def parquet_fault(path: Path) -> str | None:
     return None
 
 
-class WatchedRetry(Retry):
-    """urllib3's Retry that tells a function about every answer and error, also those it retries.
-
-    An unreadable Retry-After header counts as none.
-    """
-
-    watcher: Callable = staticmethod(lambda response, error: None)
-
-    def new(self, **changes) -> "WatchedRetry":
-        copy = super().new(**changes)
-        copy.watcher = self.watcher
-        return copy
-
-    def increment(self, method=None, url=None, response=None, error=None, **rest) -> "WatchedRetry":
-        self.watcher(response, error)
-        return super().increment(method, url, response, error, **rest)
-
-    def parse_retry_after(self, retry_after: str) -> float:
-        try:
-            return super().parse_retry_after(retry_after)
-        except InvalidHeader:
-            return 0.0
+class Broken(Exception):
+    """A transfer went wrong in a way that another attempt may repair."""
 
 
 class Hub:
@@ -132,24 +89,6 @@ class Hub:
         self.bar: tqdm | None = None
         self.sizes: dict[str, int] = {}  # bytes of each file, where known
         self.received: Counter = Counter()  # bytes of each file
-
-    # requests
-
-    def session(self) -> requests.Session:
-        """A session whose requests are retried as `limits` say."""
-        retry = WatchedRetry(
-            total=self.limits.attempts,
-            status_forcelist={408, 429, *range(500, 600)},
-            backoff_factor=self.limits.pause,
-            backoff_jitter=self.limits.pause,
-            retry_after_max=self.limits.retry_after,
-            raise_on_status=False,
-        )
-        retry.watcher = self.note_answer
-        session = requests.Session()
-        for scheme in ("https://", "http://"):
-            session.mount(scheme, HTTPAdapter(max_retries=retry))
-        return session
 
     def note_answer(self, response, error) -> None:
         if response is not None:
@@ -197,14 +136,18 @@ class Hub:
 
     def save_listing(self, name: str) -> bool:
         """Returns whether the hub has this data set."""
+        session = retrying_session(self.limits, self.note_answer)
+        return self.keep_trying(lambda: self.ask_listing(session, name), name)
+
+    def ask_listing(self, session: requests.Session, name: str) -> bool:
         path = f"api/datasets/{self.repo}/tree/main?recursive=true"
-        with self.get(self.session(), path, name) as response:
+        with self.get(session, path, name) as response:
             if response.status_code == 404:
                 return False
             try:
                 found = [entry["path"] for entry in response.json()]
-            except (requests.RequestException, ValueError, TypeError, KeyError) as error:
-                raise self.refusal(name, error) from None
+            except (ValueError, TypeError, KeyError) as error:
+                raise Broken(f"no list of files: {error}") from None
         # The names become paths below our folder: none may lead out of it.
         safe = [n for n in found if n.endswith(".parquet") and ".." not in n and n[0] != "/"]
         write_atomic(self.folder / name, json.dumps(sorted(safe)).encode())
@@ -256,6 +199,29 @@ class Hub:
             message = f"cannot reach {self.base}: {self.last_error}. {OFFLINE}"
             raise UserError(without_secrets(message))
 
+    def keep_trying(
+        self, action: Callable[[], bool], name: str, size: Callable[[], int] = lambda: 0
+    ) -> bool:
+        """action() until it does not raise Broken or an error of the network.
+
+        size: bytes that have arrived. When it grows, an attempt has not failed.
+
+        Raises:
+            UserError: `attempts` in a row have failed.
+        """
+        failures = 0
+        most = size()
+        while not self.stopped.is_set():
+            try:
+                return action()
+            except (Broken, requests.RequestException) as error:
+                failures = 0 if size() > most else failures + 1
+                most = max(most, size())
+                if failures == self.limits.attempts:
+                    raise self.refusal(name, error) from None
+                self.stopped.wait(self.limits.pause * 2**failures * random.uniform(0.5, 1))
+        return True
+
     # progress
 
     def show_size(self, name: str, size: int) -> None:
@@ -268,10 +234,6 @@ class Hub:
         self.received[name] = received
 
 
-class Broken(Exception):
-    """A transfer went wrong in a way that another attempt may repair."""
-
-
 class Download:
     """One file of a hub: NAME.part while it arrives, NAME once it is complete and checked."""
 
@@ -281,7 +243,7 @@ class Download:
         self.path = hub.folder / name
         self.part = hub.folder / f"{name}.part"
         self.hash_file = hub.folder / f"{name}.sha256"  # as sha256sum writes it
-        self.session = hub.session()
+        self.session = retrying_session(hub.limits, hub.note_answer)
 
     def size(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0
@@ -290,29 +252,8 @@ class Download:
         """Bring the file into the folder; what is there of it already is continued.
 
         Returns whether the hub has the file.
-
-        Raises:
-            UserError: the hub refuses, or `attempts` in a row have brought no new byte.
         """
-        if self.is_there():
-            return True
-        limits = self.hub.limits
-        failures = 0
-        most = self.size()
-        while not self.hub.stopped.is_set():
-            try:
-                return self.attempt()
-            except (Broken, requests.RequestException) as error:
-                if self.size() > most:
-                    failures = 0
-                    most = self.size()
-                else:
-                    failures += 1
-                if failures == limits.attempts:
-                    raise self.hub.refusal(self.name, error) from None
-                pause = limits.pause * 2**failures * random.uniform(0.5, 1)
-                self.hub.stopped.wait(pause)
-        return True
+        return self.is_there() or self.hub.keep_trying(self.attempt, self.name, self.size)
 
     def is_there(self) -> bool:
         """Whether the complete file is in the folder; a damaged one is removed."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harness.documents import Document
+from harness.documents import EncodedText
 
 WINDOW = 64  # tokens that two texts share word for word: about 40 words
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
@@ -86,6 +86,15 @@ class HeldOutRows:
         return float((change.cumsum() > 0).sum() / max(1, len(hit)))
 
 
+def without(
+    removed: np.ndarray, tokens: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, lengths) of the documents that are not removed (bool, for each document)."""
+    if not removed.any():
+        return tokens, lengths
+    return tokens[np.repeat(~removed, lengths)], lengths[~removed]
+
+
 def is_in(values: np.ndarray, ordered: np.ndarray) -> np.ndarray:
     """bool [n]: whether each value is in a sorted array."""
     if not len(ordered):
@@ -102,7 +111,7 @@ class HeldOut:
         text_hashes: uint64 [n], of every held-out document.
         rows: name -> uint16 [n, row_len], the held-out rows.
         """
-        self.text_hashes = set(text_hashes.tolist())
+        self.text_hashes = np.sort(text_hashes)
         self.hash = RollingHash()
         self.rows = {name: self.windows(array, bos) for name, array in rows.items()}
         every = [part.hashes[part.starts] for part in self.rows.values()]
@@ -134,6 +143,8 @@ class HeldOut:
     def find(self, tokens: np.ndarray) -> np.ndarray:
         """Where held-out windows begin in uint16 [n] tokens; they are marked as met."""
         hashes = self.hash(tokens)
+        if not len(self.ordered):
+            return np.empty(0, np.int64)
         byte, bit = self.places(hashes)
         maybe = np.flatnonzero(self.table[byte] & bit)
         candidates = hashes[maybe]
@@ -142,24 +153,24 @@ class HeldOut:
         self.met[places[equal]] = True
         return maybe[equal]
 
-    def filter(self, documents: list[Document], dropped: Dropped) -> list[np.ndarray]:
-        """The tokens of the documents that may be trained on; the others are counted."""
-        kept = []
-        for document in documents:
-            if document.text_hash in self.text_hashes:
-                dropped.copies += 1
-            else:
-                kept.append(document.tokens)
-        if not kept or not len(self.ordered):
-            return kept
-        lengths = np.array([len(tokens) for tokens in kept])
-        ends = lengths.cumsum()
-        half_copies = np.unique(np.searchsorted(ends, self.find(np.concatenate(kept)), "right"))
-        dropped.half_copies += len(half_copies)
+    def filter(self, texts: list[EncodedText], dropped: Dropped) -> tuple[np.ndarray, int]:
+        """What of these texts may be trained on; the other documents are counted.
+
+        Returns:
+            uint16 [n], the tokens of the documents that stay, one after another; their number.
+        """
+        tokens = np.concatenate([text.tokens for text in texts])
+        lengths = np.array([length for text in texts for length in text.lengths])
+        hashes = np.array([value for text in texts for value in text.hashes], np.uint64)
+        copies = is_in(hashes, self.text_hashes)
+        dropped.copies += int(copies.sum())
+        tokens, lengths = without(copies, tokens, lengths)
+        half_copies = np.zeros(len(lengths), bool)
+        half_copies[np.searchsorted(lengths.cumsum(), self.find(tokens), "right")] = True
+        dropped.half_copies += int(half_copies.sum())
         dropped.half_copy_tokens += int(lengths[half_copies].sum())
-        for i in reversed(half_copies.tolist()):
-            del kept[i]
-        return kept
+        tokens, lengths = without(half_copies, tokens, lengths)
+        return tokens, len(lengths)
 
     def shares(self) -> dict[str, float]:
         """Of each set of rows: share of its tokens in windows met since the last call."""

@@ -26,8 +26,8 @@ from tqdm import tqdm
 import prepare
 from harness.common import UserError, atomic_file, file_hash, write_atomic
 from harness.documents import (
-    Document,
     DocumentEncoder,
+    EncodedText,
     encode_all,
     learnable,
     save_tokenizer,
@@ -214,16 +214,16 @@ class Preparation:
         """The sets of held-out rows. Each text goes to one set; the hashes of all are kept."""
         text_hashes = []
 
-        def hashed(texts: Iterable[list[Document]]) -> Iterator[list[Document]]:
-            for documents in texts:
-                text_hashes.extend(document.text_hash for document in documents)
-                yield documents
+        def hashed(texts: Iterable[EncodedText]) -> Iterator[EncodedText]:
+            for text in texts:
+                text_hashes.extend(text.hashes)
+                yield text
 
         held_out = usable(self.source.texts(self.source.val), Counter())
         texts = hashed(encode_all(encoder, progress(held_out, "held-out text")))
         for name, part in ROW_SETS.items():
             n_rows = max(1, self.settings.eval_tokens // self.settings.seq_len // part)
-            documents = (memoryview(d.tokens) for documents in texts for d in documents)
+            documents = (memoryview(d) for text in texts for d in text.documents())
             packed = prepare.pack_rows(documents, self.row_len, min(BUFFER, n_rows))
             rows = prepare.stack_rows(packed, n_rows, self.row_len)
             if len(rows) < n_rows:
@@ -273,7 +273,7 @@ class Preparation:
 def write_shard(
     cache: Path,
     shard: str,
-    texts: Iterable[list[Document]],
+    texts: Iterable[EncodedText],
     held_out: HeldOut,
     shard_tokens: int = SHARD_TOKENS,
     batch_tokens: int = BATCH_TOKENS,
@@ -293,10 +293,10 @@ def write_shard(
         size = 0
         with atomic_file(cache / name) as file:
             for batch in batches:
-                kept = held_out.filter(batch, dropped)
-                if kept:
-                    size += file.write(np.concatenate(kept)) // 2
-                    total["documents"] += len(kept)
+                tokens, n_documents = held_out.filter(batch, dropped)
+                file.write(tokens)
+                size += len(tokens)
+                total["documents"] += n_documents
                 if size >= shard_tokens:
                     break
         if size:  # an empty file could not be mapped
@@ -308,13 +308,13 @@ def write_shard(
     return {"files": files, "shares": shares, **total, **asdict(dropped)}
 
 
-def batches_of(texts: Iterable[list[Document]], batch_tokens: int) -> Iterator[list[Document]]:
-    """The documents of several texts at a time, of about batch_tokens tokens in all."""
+def batches_of(texts: Iterable[EncodedText], batch_tokens: int) -> Iterator[list[EncodedText]]:
+    """Several texts at a time, of about batch_tokens tokens in all."""
     batch = []
     size = 0
-    for documents in texts:
-        batch += documents
-        size += sum(len(document.tokens) for document in documents)
+    for text in texts:
+        batch.append(text)
+        size += len(text.tokens)
         if size >= batch_tokens:
             yield batch
             batch = []

@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.common import UserError
-from harness.hub import Hub, Limits
+from harness.hub import Hub
+from harness.retrying import Limits
 from prepare import Settings
 
 # Bytes of text held out for each scored token. BPE makes tokens shorter than that; the rest covers

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import prepare
 from harness import data, documents
-from harness.hub import Limits
+from harness.retrying import Limits
 from harness.sources import climbmix_source
 
 DRILL = os.environ.get("DRILL", "")

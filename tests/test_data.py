@@ -21,7 +21,7 @@ from small_prepare import small_settings
 import prepare
 from harness.common import UserError
 from harness.data import remember, run
-from harness.documents import Document, DocumentEncoder, train_tokenizer
+from harness.documents import DocumentEncoder, EncodedText, train_tokenizer
 from harness.fixed import fixed_hash
 from harness.folder import file_texts, find_files, folder_source
 from harness.overlap import HeldOut
@@ -212,16 +212,11 @@ NO_ROWS = {"val_rows.bin": np.empty((0, 9), np.uint16)}
 NOTHING = HeldOut(np.empty(0, np.uint64), NO_ROWS, 0)
 
 
-def held_out_documents(documents: list[Document]) -> HeldOut:
-    """These are held out as documents, but no rows are made of them."""
-    text_hashes = np.array([document.text_hash for document in documents], np.uint64)
-    return HeldOut(text_hashes, NO_ROWS, 0)
-
-
 def test_copies_of_held_out_documents_are_dropped_and_counted(tmp_path):
     tokenizer = train_tokenizer(iter(sentences(0, 100)), 300)
     encoder = DocumentEncoder(tokenizer, None)
-    held_out = held_out_documents([*encoder("one two"), *encoder("three")])
+    hashes = encoder("one two").hashes + encoder("three").hashes
+    held_out = HeldOut(np.array(hashes, np.uint64), NO_ROWS, 0)
     texts = ("one two", "one\n  two", "onetwo", "three", "four", "three four")
     counts = write_shard(tmp_path, "a", map(encoder, texts), held_out)
     assert counts["files"] == ["train_a.bin"] and counts["documents"] == 2
@@ -232,7 +227,7 @@ def test_copies_of_held_out_documents_are_dropped_and_counted(tmp_path):
 
 @pytest.mark.parametrize("limit", [1, 7, 10, 1000])
 def test_long_shards_go_on_in_further_files(tmp_path, limit):
-    documents = [[Document(np.full(3, i, np.uint16), i)] for i in range(20)]
+    documents = [EncodedText(np.full(3, i, np.uint16), [3], [i]) for i in range(20)]
     counts = write_shard(tmp_path, "data/a.parquet", documents, NOTHING, limit, batch_tokens=1)
     parts = [np.fromfile(tmp_path / name, np.uint16) for name in counts["files"]]
     assert np.concatenate(parts).tolist() == [i for i in range(20) for _ in range(3)]

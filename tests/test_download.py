@@ -17,7 +17,8 @@ from helpers import wait_until
 
 import prepare
 from harness.common import UserError
-from harness.hub import Hub, Limits, WatchedRetry, without_secrets
+from harness.hub import Hub
+from harness.retrying import Limits, WatchedRetry, without_secrets
 from harness.sources import BYTES_PER_TOKEN
 
 REPO_NAME = "someone/texts"
@@ -253,6 +254,17 @@ def test_listing_is_asked_for_once_and_safe(download, hub, tmp_path):
     assert len(hub.asked("recursive=true")) == 1
     assert Hub(REPO_NAME, tmp_path).fetch(["data/b.parquet"], False) == []
     assert (tmp_path / "data" / "b.parquet").read_bytes() == BODY
+
+
+@pytest.mark.parametrize("fault", [{"drop": 20}, {"status": 503}, {"body": b"<html>"}])
+def test_listing_is_asked_for_again(download, hub, tmp_path, fault):
+    hub.faults[f"/api/datasets/{REPO_NAME}/tree/main?recursive=true"] = [fault] * 3
+    assert Hub(REPO_NAME, tmp_path, download.limits).listing() == ["a.parquet"]
+
+
+def test_a_data_set_that_is_not_there_is_named(download, tmp_path):
+    with pytest.raises(UserError, match="has no data set someone/nothing"):
+        Hub("someone/nothing", tmp_path, download.limits).listing()
 
 
 # ------------------------------------------------------------------ preparations, in processes

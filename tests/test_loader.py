@@ -111,12 +111,12 @@ def test_cut_documents_fit_and_lose_nothing():
 def test_encoder_cuts_at_blank_lines_and_keeps_every_token():
     tokenizer = train_tokenizer(iter(sentences(0, 200)), 400)
     text = "\n\n".join(" ".join(part.split()[:5]) for part in sentences(1, 200))
-    documents = [d.tokens.tolist() for d in DocumentEncoder(tokenizer, 100)(text)]
+    documents = [d.tolist() for d in DocumentEncoder(tokenizer, 100)(text).documents()]
     assert all(d[0] == tokenizer.get_bos_token_id() and len(d) <= 101 for d in documents)
     assert [t for d in documents for t in d[1:]] == tokenizer.encode(text)
     at_blank = sum(tokenizer.decode(d[1:]).endswith("\n\n") for d in documents)
     assert at_blank > len(documents) / 4
-    assert len(DocumentEncoder(tokenizer, None)(text)) == 1
+    assert len(DocumentEncoder(tokenizer, None)(text).lengths) == 1
 
 
 # ---------------------------------------------------------------------------- loader

@@ -9,7 +9,7 @@ from conftest import sentences
 from small_prepare import small_settings
 
 import prepare
-from harness.documents import Document
+from harness.documents import EncodedText
 from harness.folder import folder_source
 from harness.overlap import WINDOW, Dropped, HeldOut, RollingHash
 from harness.shards import prepare_data
@@ -38,8 +38,9 @@ def make_rows(rng: np.random.Generator, n: int) -> np.ndarray:
     return rows
 
 
-def document(tokens, number: int = 0) -> Document:
-    return Document(np.array([BOS, *tokens], np.uint16), number)
+def document(tokens, number: int = 0) -> EncodedText:
+    """A text that is one document."""
+    return EncodedText(np.array([BOS, *tokens], np.uint16), [len(tokens) + 1], [number])
 
 
 def make_held_out(rows: np.ndarray) -> HeldOut:
@@ -75,15 +76,12 @@ def test_documents_that_share_a_run_are_dropped_as_by_brute_force(seed):
     assert 10 < sum(shares) < 190
 
     dropped = Dropped()
-    held_out = make_held_out(rows)
-    kept = held_out.filter(documents, dropped)
-    wanted = [
-        d.tokens.tolist() for d, is_shared in zip(documents, shares, strict=True) if not is_shared
-    ]
-    assert [tokens.tolist() for tokens in kept] == wanted
+    tokens, n_documents = make_held_out(rows).filter(documents, dropped)
+    kept = [d.tokens for d, is_shared in zip(documents, shares, strict=True) if not is_shared]
+    assert tokens.tolist() == np.concatenate(kept).tolist()
+    assert n_documents == len(kept)
     assert dropped.half_copies == sum(shares)
-    lost = sum(len(d.tokens) for d in documents) - sum(map(len, kept))
-    assert dropped.half_copy_tokens == lost
+    assert dropped.half_copy_tokens == sum(len(d.tokens) for d in documents) - len(tokens)
 
 
 def test_the_shared_part_of_held_out_rows_is_measured():
@@ -97,7 +95,7 @@ def test_the_shared_part_of_held_out_rows_is_measured():
         document(rows[3, -WINDOW:]),  # 64 tokens of row 3
         document(rows[2, 1:WINDOW]),  # too short
     ]
-    assert len(held_out.filter(shared, Dropped())) == 1
+    assert held_out.filter(shared, Dropped())[1] == 1
     n_tokens = 74 + 64
     assert held_out.shares() == {
         "val_rows.bin": pytest.approx(n_tokens / rows.size),
@@ -111,7 +109,7 @@ def test_a_run_does_not_reach_over_a_document_border():
     rows = random_text(rng, ROW_LEN)[None]
     rows[0, [0, 60, 120]] = BOS  # no document of the row has 64 tokens
     halves = [document(rows[0, 1:60]), document(rows[0, 61:120])]
-    assert len(make_held_out(rows).filter(halves, Dropped())) == 2
+    assert make_held_out(rows).filter(halves, Dropped())[1] == 2
 
 
 def test_prepared_data_share_no_run(prepared):

@@ -75,9 +75,9 @@ def test_numbers_are_grouped_by_two_digits(tokenizer):
 
 def test_special_tokens_in_a_document_are_plain_text(tokenizer):
     text = "".join(prepare.SPECIAL_TOKENS)
-    documents = DocumentEncoder(tokenizer, None)(text)
+    encoded = DocumentEncoder(tokenizer, None)(text)
     assert max(tokenizer.encode(text)) < 596
-    assert [d.tokens.tolist().count(tokenizer.get_bos_token_id()) for d in documents] == [1]
+    assert encoded.tokens.tolist().count(tokenizer.get_bos_token_id()) == 1
     check(tokenizer, text)
 
 
