@@ -45,7 +45,9 @@ END
 
 PY=${AUTORESEARCH_PYTHON:-.venv/bin/python}
 if [ -n "${AUTORESEARCH_PYTHON:-}" ]; then
-  command -v "$PY" >/dev/null || refuse "AUTORESEARCH_PYTHON=$PY is not there. hint: unset or correct it"
+  "$PY" -c 'import sys, filelock; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+    refuse "AUTORESEARCH_PYTHON=$PY is no Python 3.10 or newer with the packages of pyproject.toml." \
+      "hint: unset or correct it"
 else
   unset PYTHONPATH PYTHONHOME # other packages of this machine must not stand in for the pinned ones
   if ! cmp -s pyproject.toml .venv/stamp || ! "$PY" -c '' 2>/dev/null; then

@@ -180,15 +180,16 @@ def wait_for(children: list[subprocess.Popen], limit: float) -> int | None:
     same time, one with another code than 1 is returned: the others crash because it is gone.
     """
     end = time.monotonic() + limit
-    while time.monotonic() < end:
+    while True:
         states = [child.poll() for child in children]
         failed = [place for place, state in enumerate(states) if state]
         if failed:
             return min(failed, key=lambda place: states[place] == 1)
         if None not in states:
             return 0
+        if time.monotonic() > end:  # after the states: Ctrl-Z may have stopped us, not the children
+            return None
         time.sleep(POLL)
-    return None
 
 
 def call(

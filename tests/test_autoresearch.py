@@ -197,9 +197,11 @@ def test_a_named_interpreter_is_used_as_it_is(machine):
     done = machine.run("status", AUTORESEARCH_PYTHON=str(machine.bin / "mine"))
     assert done.stdout == "harness of mine\n" and "setting up" not in done.stderr
     done = machine.run(AUTORESEARCH_PYTHON="/nowhere/python")
-    assert (
-        done.returncode == 2 and "AUTORESEARCH_PYTHON=/nowhere/python is not there" in done.stderr
-    )
+    assert done.returncode == 2
+    assert "AUTORESEARCH_PYTHON=/nowhere/python is no Python 3.10 or newer" in done.stderr
+    machine.install("bare", suitable=False)  # too old, or without the packages
+    done = machine.run(AUTORESEARCH_PYTHON=str(machine.bin / "bare"))
+    assert done.returncode == 2 and "bare is no Python 3.10 or newer with" in done.stderr
 
 
 def test_packages_of_another_python_do_not_stand_in_for_the_pinned_ones(machine):

@@ -221,6 +221,13 @@ def test_a_timeout_ends_every_process_also_one_in_a_session_of_its_own(
     assert not is_alive(checkout.pid("child")) and not is_alive(checkout.pid("train"))
 
 
+def test_a_run_that_ended_while_the_command_was_stopped_is_no_timeout():
+    """Ctrl-Z stops the command, not the run; its limit may have passed when it goes on."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert process.wait_for([child], limit=-100) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_an_interrupt_ends_training_and_exits_130(checkout, number):
     (checkout.root / "train.py").write_text(STUBBORN)
