@@ -83,13 +83,6 @@ def test_an_older_train_py_scores_and_is_marked(checkout, prepared):
     assert "marked: the clock of prepare.py was not used" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_budget_changed_in_the_process_is_void(checkout, prepared):
-    change = "import os; os.environ['AUTORESEARCH_TIME_BUDGET'] = '4'\n"
-    done = run(checkout, prepared, change + HONEST)
-    assert done.returncode == 5 and "void: trained with a budget of 4.0 s" in done.stderr
-
-
 def test_an_unknown_profile_is_refused_by_prepare_in_its_own_words(checkout, prepared):
     done = run(checkout, prepared, HONEST, AUTORESEARCH_PROFILE="huge")
     assert done.returncode == 2
