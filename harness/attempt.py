@@ -1,8 +1,7 @@
-"""`try` and `confirm`: an edit of train.py, or the code of an earlier run, becomes a candidate."""
+"""`try`, `confirm`, `noise`: checks, then an open run, here or in the background."""
 
 import argparse
 
-from harness.baseline import add_repeats, make_baseline, measure_noise
 from harness.checks import (
     begin,
     check_edits,
@@ -12,12 +11,12 @@ from harness.checks import (
     present_session,
 )
 from harness.common import UserError
-from harness.cycle import work
-from harness.detach import detach
+from harness.detach import detach, work_on
 from harness.log import strict_json
 from harness.measure import add_gpu
-from harness.overview import find_row, print_verdict
+from harness.overview import find_row
 from harness.repository import subject_and_body
+from harness.series import add_detach, add_noise_options, add_repeats, open_baseline, open_noise
 from harness.workspace import Run, Workspace
 
 # What a run needs to know later; kept in its record.
@@ -25,7 +24,7 @@ OPTIONS = ("simpler", "once", "memory_factor", "new_session", "repeats", "gpu")
 
 
 def add_parser(commands) -> None:
-    """Register the commands `try` and `confirm`."""
+    """Register the commands `try`, `confirm` and `noise`."""
     words = "measure the edit in train.py; keep it if it is better, else restore train.py"
     parser = commands.add_parser("try", help=words, description=words)
     parser.add_argument("description", help="what it changes, in a few words")
@@ -39,6 +38,10 @@ def add_parser(commands) -> None:
     parser.add_argument("run", metavar="RUN", help="number or id of the run")
     add_options(parser)
     parser.set_defaults(func=confirm_command)
+    words = "repeat the incumbent on other seeds: how much a score varies by itself"
+    parser = commands.add_parser("noise", help=words, description=words)
+    add_noise_options(parser)
+    parser.set_defaults(func=noise_command)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--once", action="store_true", help="judge by one run, also where the result is doubtful"
     )
-    parser.add_argument(
-        "--detach", action="store_true", help="return at once; 'wait' prints the verdict"
-    )
+    add_detach(parser)
     parser.add_argument(
         "--memory-factor", type=float, default=1.5, metavar="X",
         help="warn above this multiple of the incumbent's memory (default 1.5)",
@@ -73,25 +74,10 @@ def try_command(args: argparse.Namespace) -> int:
     if session:
         check_session(session, workspace)
     if session is None and idea_of(workspace.repository) == "nothing":
-        return baseline_only(workspace, args, description, asi)
+        return carry_out(open_baseline(workspace, args, description, asi), args.detach)
     check_idea(workspace)
     content = workspace.repository.train.read_bytes()
-    return judge(open_candidate(workspace, args, description, asi, content), args.detach)
-
-
-def baseline_only(
-    workspace: Workspace, args: argparse.Namespace, description: str, asi: dict
-) -> int:
-    """Begin a session with the unchanged train.py."""
-    if args.detach:
-        raise UserError(
-            "--detach needs an edit of train.py. hint: with an edit the baseline is measured first"
-        )
-    with workspace.device(args.gpu):
-        head = workspace.repository.git("rev-parse", "HEAD")
-        session = make_baseline(workspace, head, args.gpu, args.new_session, description, asi)
-        measure_noise(workspace, session.baseline, args.repeats, args.gpu)
-    return print_verdict(workspace, session.baseline)
+    return carry_out(open_candidate(workspace, args, description, asi, content), args.detach)
 
 
 def confirm_command(args: argparse.Namespace) -> int:
@@ -117,14 +103,17 @@ def confirm_command(args: argparse.Namespace) -> int:
     run = open_candidate(
         workspace, args, f"confirm: {description}", row["asi"], content, confirms=row["run"]
     )
-    return judge(run, args.detach)
+    return carry_out(run, args.detach)
 
 
-def judge(run: Run, detached: bool) -> int:
-    """Measure and judge a candidate, here or in the background. Returns the exit code."""
-    if detached:
-        return detach(run)
-    return print_verdict(run.workspace, work(run))
+def noise_command(args: argparse.Namespace) -> int:
+    """Bring the incumbent to the wanted number of scores; prints the noise floor."""
+    return carry_out(open_noise(Workspace(args.root), args), args.detach)
+
+
+def carry_out(run: Run, detached: bool) -> int:
+    """Work on an open run, here or in the background. Returns the exit code."""
+    return detach(run) if detached else work_on(run)
 
 
 def read_words(args: argparse.Namespace) -> tuple[str, dict]:

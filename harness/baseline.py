@@ -1,14 +1,10 @@
 """The begin of a session: its baseline, and repeats that tell what a score varies by itself."""
 
-import argparse
-import statistics
-
-from harness.checks import begin, check_session, present_session
-from harness.common import UserError, say
+from harness.checks import present_session
+from harness.common import say
 from harness.finish import finish, recover_run
-from harness.judging import floor_of, incumbent
 from harness.log import change_row, number
-from harness.measure import Result, add_gpu, measure_fairly, record_score
+from harness.measure import Result, measure_fairly, record_score
 from harness.scores import Scores
 from harness.session import Session
 from harness.workspace import Run, Stop, Workspace
@@ -17,23 +13,6 @@ REPEATS = 5  # scores of the baseline, its first one included
 SEEDS = 2**32
 DISTURBED = 5  # repeats that may be disturbed, and are made again
 FAILED_BASELINE = 3  # exit code: there is no baseline, so nothing can be judged
-
-
-def add_parser(commands) -> None:
-    """Register the command `noise`."""
-    words = "repeat the incumbent on other seeds: how much a score varies by itself"
-    parser = commands.add_parser("noise", help=words, description=words)
-    add_repeats(parser)
-    add_gpu(parser)
-    parser.set_defaults(func=noise_command)
-
-
-def add_repeats(parser: argparse.ArgumentParser) -> None:
-    """The option --repeats."""
-    parser.add_argument(
-        "--repeats", type=int, default=REPEATS, metavar="N",
-        help=f"scores of one train.py that measure the noise (default {REPEATS})",
-    )  # fmt: skip
 
 
 def make_baseline(
@@ -135,29 +114,6 @@ def repeat(
     if result.status not in ("scored", "disturbed"):
         raise Stop(f"{words} was not scored: {result.reason}: {result.detail}", 1)
     return result
-
-
-def noise_command(args: argparse.Namespace) -> int:
-    """Bring the incumbent to the wanted number of scores; prints the noise floor."""
-    workspace = Workspace(args.root)
-    rows = begin(workspace)
-    session, top = present_session(workspace, rows), incumbent(rows)
-    if not session or not top:
-        raise UserError("nothing to measure yet. hint: bash autoresearch.sh try baseline")
-    check_session(session, workspace)
-    if args.repeats < 2:
-        raise UserError(f"--repeats {args.repeats}: a standard deviation needs 2 or more")
-    with workspace.device(args.gpu):
-        scores = measure_noise(workspace, top, args.repeats, args.gpu)
-    floor, source = floor_of(workspace, workspace.rows())
-    deviation = statistics.stdev(scores)
-    print(
-        f"mean {statistics.mean(scores):.6f}, standard deviation {deviation:.6f}, "
-        f"n {len(scores)}; the floor is now {floor:.6f} ({source})"
-    )
-    if not deviation:
-        say("all scores are equal. hint: does train.py use the seed?")
-    return 0
 
 
 def measure_extra(

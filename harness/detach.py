@@ -18,6 +18,7 @@ from harness.overview import (
     print_verdict,
     under_way,
 )
+from harness.series import print_series, work_series
 from harness.workspace import Run, Stop, Workspace
 
 STILL_RUNNING = 75  # exit code of `wait`: EX_TEMPFAIL of sysexits.h
@@ -43,7 +44,7 @@ def add_parser(commands) -> None:
 
 
 def detach(run: Run) -> int:
-    """Hand an open candidate to a process of its own; train.py becomes the kept one again."""
+    """Hand an open run to a process of its own; train.py becomes the kept one again."""
     workspace = run.workspace
     command = [sys.executable, "-m", "harness", "work", run.id]
     with workspace.lock():  # nobody else may take the run over meanwhile
@@ -60,22 +61,35 @@ def detach(run: Run) -> int:
                 words = (run.folder / OUTPUT).read_text(errors="replace").strip()
                 raise UserError(f"the background process ended at once: {words}")
             time.sleep(0.02)
-        repository, record = workspace.repository, run.record
-        commits = (record["commit"], record["parent"])
-        repository.bring_train(record["branch"], {repository.train_blob(c) for c in commits})
-    print(f"run {run.id} is under way; train.py is the kept one again, for the next idea")
+        if run.record["kind"] == "candidate":
+            give_back(run)
+    print(f"run {run.id} is under way; train.py is the kept one, ready for the next idea")
     print(f"verdict: {COMMAND} wait {run.id}")
     return 0
 
 
+def give_back(run: Run) -> None:
+    """Restore the kept train.py, unless the user has edited it since."""
+    repository, record = run.workspace.repository, run.record
+    ours = {repository.train_blob(commit) for commit in (record["commit"], record["parent"])}
+    repository.bring_train(record["branch"], ours)
+
+
+def work_on(run: Run) -> int:
+    """Bring an open run to its end and print the verdict. Returns the exit code."""
+    if run.record["kind"] == "series":
+        return work_series(run)
+    return print_verdict(run.workspace, work(run))
+
+
 def work_command(args: argparse.Namespace) -> int:
-    """Take over an open candidate and bring it to its verdict."""
+    """Take over an open run and bring it to its end."""
     workspace = Workspace(args.root)
     folder = find_open(workspace, args.run)
     run = Run(workspace, folder) if folder else None
     if run is None or not run.adopt(HAND_OVER):
         raise UserError(f"there is no open run {args.run}")
-    return print_verdict(workspace, work(run))
+    return work_on(run)
 
 
 def wait_command(args: argparse.Namespace) -> int:
@@ -113,5 +127,7 @@ def print_result(workspace: Workspace, rows: list[dict], name: str) -> int:
     if not folders:
         raise UserError(f"there is no run {name}. hint: '{COMMAND} status' lists the last ones")
     run = Run(workspace, folders[-1])
-    why = run.record.get("ended") or "it was interrupted before it began"
+    if run.record.get("row"):
+        return print_series(workspace, run)
+    why = run.record.get("ended") or "it was interrupted"
     raise Stop(why, run.record.get("exit_code", 2))

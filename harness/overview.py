@@ -57,14 +57,19 @@ def find_row(rows: list[dict], name: str) -> dict:
 
 
 def find_open(workspace: Workspace, name: str) -> Path | None:
-    """The folder of a candidate that is under way."""
-    found = workspace.open_folders("candidate") if len(name) >= MIN_ID else []
+    """The folder of a candidate or series that is under way."""
+    found = main_folders(workspace) if len(name) >= MIN_ID else []
     return next((folder for folder in found if folder.name.split("-")[2].startswith(name)), None)
 
 
+def main_folders(workspace: Workspace) -> list[Path]:
+    """Folders of what was asked for and is under way, without the runs that belong to it."""
+    return [*workspace.open_folders("candidate"), *workspace.open_folders("series")]
+
+
 def newest_run(workspace: Workspace, rows: list[dict]) -> str:
-    """The id of the candidate that was opened last, else the number of the last row."""
-    runs = [Run(workspace, folder) for folder in workspace.open_folders("candidate")]
+    """The id of what was started last and is under way, else the number of the last row."""
+    runs = [Run(workspace, folder) for folder in main_folders(workspace)]
     if runs:
         return max(runs, key=opened).id
     if not rows:

@@ -9,7 +9,15 @@ from harness.checks import check_disk, check_edits, check_git, check_idea, check
 from harness.common import UserError
 from harness.fixed import FIXED, check_fixed
 from harness.log import change_row, current, strict_json
-from harness.overview import COMMAND, find_row, look, row_line, summary, under_way
+from harness.overview import (
+    COMMAND,
+    find_row,
+    look,
+    main_folders,
+    row_line,
+    summary,
+    under_way,
+)
 from harness.repository import RUN_REFS, one_line
 from harness.verdict import kept
 from harness.workspace import Run, Workspace
@@ -45,10 +53,8 @@ def status_command(args: argparse.Namespace) -> int:
     workspace = Workspace(args.root)
     rows = look(workspace)
     print(*summary(workspace, rows), *map(row_line, rows[-5:]), sep="\n")
-    for folder in workspace.open_folders():
-        run = Run(workspace, folder)
-        if run.record["kind"] == "candidate":
-            print(under_way(workspace, run))
+    for folder in main_folders(workspace):
+        print(under_way(workspace, Run(workspace, folder)))
     return 0
 
 
@@ -65,7 +71,7 @@ def resume_command(args: argparse.Namespace) -> int:
         f"CODE  train.py on branch {branch} is the best one. Code of any other run:",
         f"      git show {RUN_REFS}ID (the ID is at the end of its line)",
         *summary(workspace, rows),
-        *[under_way(workspace, Run(workspace, f)) for f in workspace.open_folders("candidate")],
+        *[under_way(workspace, Run(workspace, folder)) for folder in main_folders(workspace)],
     ]
     tail = f'NEXT  edit train.py, then: {COMMAND} try "what it changes" '
     tail += '--asi \'{"hypothesis": "..."}\''

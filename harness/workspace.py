@@ -89,9 +89,12 @@ class Workspace:
             lock.release()
 
     def device(self, gpu: str | None):
-        """Hold the device for a command: two runs on one would slow each other down."""
+        """Hold the device for a command: two runs on one would slow each other down.
+
+        Without a choice of GPU it is the lock of `bash autoresearch.sh run` in this checkout.
+        """
         words = "waiting until the run that is under way on this device has ended"
-        return self.only_one(f"device-{one_word(gpu or 'default')}", words)
+        return self.only_one(f"device-{one_word(gpu)}" if gpu else "run", words)
 
     def folder_of(self, row: dict) -> Path:
         """Where a finished run keeps its log, record, steps and diff."""
@@ -105,8 +108,9 @@ class Workspace:
 class Run:
     """A run that is under way: its folder, its record, and its worktree.
 
-    The record has id, kind (candidate, baseline or probe), description, asi, branch, parent (the
-    commit at its begin) and commit; later the outcome, and the decision.
+    The record has id, kind, description, asi, branch, parent (the commit at its begin) and commit;
+    later the result, and the decision. Kinds: a candidate (one idea) and a series (baseline and
+    repeats) are what a user asked for; a baseline and a probe (a repeat) are single trainings.
     """
 
     def __init__(self, workspace: Workspace, folder: Path):

@@ -119,6 +119,13 @@ def test_a_second_run_on_the_same_device_waits_for_the_first(based, tmp_path):
     based.assert_settled()
 
 
+def test_a_plain_run_is_refused_while_a_try_is_under_way(based, tmp_path):
+    run = detached(based, 0.9, tmp_path / "gate")
+    assert "another experiment is running" in based.call("run", code=2).err
+    (tmp_path / "gate").touch()
+    assert "kept" in based.call("wait", run).out
+
+
 def test_wait_for_an_unknown_run_says_so(based):
     assert "there is no run" in based.call("wait", "abcdef", code=2).err
 
@@ -164,3 +171,33 @@ def test_killing_the_starter_after_it_returned_changes_nothing(based, tmp_path):
     killed(process)
     (tmp_path / "g").touch()
     assert "kept" in based.call("wait").out
+
+
+# ---- without a candidate ----
+
+
+def test_the_baseline_and_its_repeats_may_be_detached(tmp_path):
+    lab = Lab(tmp_path / "repo")
+    run = lab.call("try", "baseline", "--detach", "--repeats", "3").out.split()[1]
+    out = lab.call("wait", run).out
+    assert "baseline" in out and "n 3" in out and lab.column("description") == ["baseline"]
+    lab.assert_settled()
+
+
+def test_noise_may_be_detached_and_says_how_far_it_is(based, tmp_path):
+    out = based.call("noise", "--detach", "--repeats", "3", GATE=str(tmp_path / "gate")).out
+    wait_until(lambda: list(based.runs.glob("*/started")))
+    done = based.call("wait", "--timeout", "0", code=STILL_RUNNING)
+    assert "run 2 of 3" in done.out
+    (tmp_path / "gate").touch()
+    assert "n 3" in based.call("wait", out.split()[1]).out
+    based.assert_settled()
+
+
+def test_a_detached_baseline_that_fails_says_so_to_wait(tmp_path):
+    lab = Lab(tmp_path / "repo")
+    lab.edit(1.0, "raise ValueError('boom')")
+    lab.git("commit", "-qam", "broken")
+    run = lab.call("try", "baseline", "--detach").out.split()[1]
+    assert "boom" in lab.call("wait", run, code=3).err
+    lab.assert_settled()
