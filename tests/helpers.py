@@ -15,11 +15,14 @@ DROPPED = ("AUTORESEARCH_", "GIT_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PRO
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """This process's environment without what could change a run, and with `extra`."""
+    """This process's environment without what could change a run, and with `extra`.
+
+    The developer's own git configuration (signing, hooks, branch names) is not read.
+    """
     kept = {
         name: value for name, value in os.environ.items() if not name.upper().startswith(DROPPED)
     }
-    return kept | extra
+    return kept | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"} | extra
 
 
 def git(folder: Path, *args: str) -> str:
