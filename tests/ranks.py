@@ -1,12 +1,12 @@
 """train.py on a tiny eager model, for tests: python tests/ranks.py STEPS [DRILL [options ...]].
 
-STEPS 0: until the time is up. The schedules see a progress fixed at 0.2, so that the losses do not
-depend on the machine's speed. The drills:
+The clock counts STEPS steps instead of seconds; 0: a real clock. The schedules see a progress fixed
+at 0.2. The drills:
     oom:N   a device on which more than N rows run out of memory; N = 0: anything without
             activation checkpointing does
     die     rank 1 ends without a word; void: the evaluator refuses its model
     nan     the loss of rank 1 is NaN from the third step on
-    kill:N  a clock that counts steps, for schedules and all else, and kill -9 after N of them
+    kill:N  schedules as in a real run, and kill -9 after N steps
 """
 
 import os
@@ -24,7 +24,8 @@ from harness import device as machine
 STEPS = int(sys.argv[1])
 DRILL = sys.argv[2] if len(sys.argv) > 2 else ""
 RANK = int(os.environ.get("RANK", 0))
-COUNTED = DRILL.startswith("kill")
+COUNTED = STEPS > 0  # a clock on which each step takes the same time
+KILL = DRILL.startswith("kill")
 KNOBS = {
     "COMPILE": False,
     "DEPTH": 2,
@@ -44,7 +45,7 @@ KNOBS = {
 
 
 class CountingClock(prepare.Clock):
-    """Ends after STEPS steps; with the drill kill:N its seconds are steps, too."""
+    """Ends after STEPS steps."""
 
     def start(self, resumed: float = 0.0):
         super().start(resumed)
@@ -54,7 +55,7 @@ class CountingClock(prepare.Clock):
         self.count += 1
         if DRILL == "die" and RANK == 1 and self.count == 3:
             os._exit(9)
-        if COUNTED and DRILL.removeprefix("kill:") == str(self.count):
+        if KILL and DRILL.removeprefix("kill:") == str(self.count):
             os.kill(os.getpid(), 9)
         over = super().done()
         return self.count == STEPS if STEPS else over
@@ -100,7 +101,7 @@ if __name__ == "__main__":
     machine.compute_dtype = lambda device: torch.float32
     machine.peak_flops = lambda device, dtype: (1e12, "fixed")
     set_schedules = train.set_schedules
-    if not COUNTED:
+    if not KILL:
         train.set_schedules = set_schedules_at_a_fixed_progress
     train.orthogonalize = normalize
     train.Clock = CountingClock
