@@ -151,6 +151,9 @@ def set_up_compiler(folder: Path) -> None:
 
     CXX may hold several words, such as "ccache g++"; torch wants one, so it gets a script.
     """
+    # Layers with other windows or value embeddings, training and evaluation, smaller batches when
+    # memory runs out: each is compiled once. From the limit on (8) torch would stop compiling.
+    torch._dynamo.config.recompile_limit = 64
     folder.mkdir(parents=True, exist_ok=True)
     folder = path_without_spaces(folder)
     # Set in any case: importing torch has already named a folder in /tmp

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT
 from test_train import small_model
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 import prepare
 import train
@@ -395,6 +396,8 @@ def test_out_of_memory_is_seen_in_the_optimizer_too(place):
 def test_sums_over_ranks_have_a_cpu_backend_on_cuda():
     # with "nccl" alone, the clock's sum of a CPU number fails at the first step
     assert machine.backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    backends = BackendConfig(Backend(machine.backend_for(torch.device("cuda", 0))))
+    assert backends.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
     assert machine.backend_for(CPU) == "gloo"
 
 

@@ -1,17 +1,21 @@
 """Checkpoints: a killed run goes on as if nothing had happened; previews and samples."""
 
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ROOT
 from test_devices import read_lines
 
+import prepare
+import train
 from harness import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -186,6 +190,26 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(few_rows, tmp_path):
     assert result.record
 
 
+def test_a_checkpoint_larger_than_the_disk_is_removed(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "load_manifest", lambda cache: {"data_id": "0123456789ab"})
+    part = torch.nn.Linear(300, 300)  # 360 kB
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run = SimpleNamespace(step=1, elapsed=2.0, model=part, optimizer=part, scaler=scaler, log=part)
+    saver = checkpoint.Saver(train, enabled=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        saver.save(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "training goes on" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    for run.step in range(2, 6):  # there is room again
+        saver.save(run)
+    assert checkpoints(tmp_path) == ["00000004.pt", "00000005.pt"]
+
+
 def test_two_ranks_save_and_resume_together(few_rows, tmp_path):
     first = train_in(tmp_path, few_rows, 14, "kill:12", "--save", world=2)
     assert first.code != 0
@@ -197,8 +221,6 @@ def test_two_ranks_save_and_resume_together(few_rows, tmp_path):
 
 
 def test_knobs_are_the_constants_of_the_file():
-    import train
-
     knobs = checkpoint.knobs_of(train)
     assert {"DEPTH", "MATRIX_LR", "SEED", "TIME_BUDGET", "ADAM_BETAS"} <= set(knobs)
     assert "COMPILE" not in knobs
