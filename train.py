@@ -711,9 +711,9 @@ def setup() -> Run:
     with torch.device("meta"):
         model = GPT(config, attend)
     parameters.initialize(model, device)
-    # On a CPU, compiling the optimizer takes longer than all the rest and gains next to nothing
-    compiled = not why_eager and device.type != "cpu"
-    optimizer = build_optimizer(model, dtype, compiled)
+    # On a CPU, compiling Muon would take longer than all the rest of the start
+    optimizer = build_optimizer(model, dtype, compiled=not why_eager and device.type != "cpu")
+    parameters.check_groups(model, optimizer.param_groups)  # of any optimizer put in its place
     if not why_eager:
         # On one GPU all blocks as one: it fuses what lies between them. Elsewhere block by block:
         # on a CPU it compiles sooner, on several GPUs gradients travel while others are computed.
@@ -735,7 +735,7 @@ def setup() -> Run:
     log.say("data", f"{PROFILE}, data_id {data_id}, seed {SEED}")
     log.say("model", f"{size}, {n_params:.1f} M parameters")
     mode = f"not compiled ({why_eager})" if why_eager else "compiled"
-    if why_eager and COMPILE:
+    if why_eager and COMPILE and rank == 0:
         print(f"train.py: slow, because the model is not compiled: {why_eager}", file=sys.stderr)
     log.say("device", f"{world} x {device.type}, {str(dtype).removeprefix('torch.')}, {mode}")
     log.say("attention", attention)
