@@ -93,7 +93,7 @@ def data_parallel(model: torch.nn.Module, device: torch.device, find_unused: boo
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        broadcast_buffers=False,  # they never change
+        forward_sync_buffers=False,  # they never change
         gradient_as_bucket_view=True,
         find_unused_parameters=find_unused,
     )

@@ -5,6 +5,7 @@ at 0.2. The drills:
     oom:N   a device on which more than N rows run out of memory; N = 0: anything without
             activation checkpointing does
     die     rank 1 ends without a word; void: the evaluator refuses its model
+    unused  the model has a matrix that its loss does not use
     nan     the loss of rank 1 is NaN from the third step on
     kill:N  schedules as in a real run, and kill -9 after N steps
 """
@@ -70,6 +71,16 @@ class DrilledGPT(train.GPT):
     """The model, with the fault of the drill."""
 
     calls = 0
+
+    def __init__(self, config, attend):
+        super().__init__(config, attend)
+        if DRILL == "unused":
+            self.blocks[0].unused = torch.nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def init_weights(self):
+        super().init_weights()
+        if DRILL == "unused":
+            torch.nn.init.zeros_(self.blocks[0].unused.weight)
 
     def forward(self, idx, targets=None):
         if DRILL.startswith("oom") and targets is not None:
