@@ -9,6 +9,8 @@ from harness.scores import Scores
 from harness.session import OtherSettings, Session
 from harness.workspace import Run, Stop
 
+TURNS = 25  # more runs for one verdict; the rule needs fewer, disturbed ones come on top
+
 
 def work(run: Run) -> dict:
     """Take an open candidate through baseline, noise, measurement and verdict; returns its row."""
@@ -33,7 +35,7 @@ def work(run: Run) -> dict:
             if run.is_open:
                 stopped(run, error)
         if isinstance(error, OtherSettings):
-            raise Stop(f"not started: {error}") from None
+            raise Stop(f"not comparable: {error}") from None
         raise
 
 
@@ -43,7 +45,7 @@ def run_in_turns(run: Run, session: Session) -> str:
     Returns why that was impossible, "" as a rule.
     """
     workspace, options = run.workspace, run.record["options"]
-    while True:
+    for _ in range(TURNS):
         rows = workspace.rows()
         top = incumbent(rows)
         step = next_step(run, rows, top, options["once"])
@@ -58,8 +60,9 @@ def run_in_turns(run: Run, session: Session) -> str:
         run.enter(f"deciding, {words}", 1)
         try:
             repeat(workspace, session, commit, count, options["gpu"])
-        except Stop as stop:
-            return str(stop)
+        except (Stop, OtherSettings) as error:
+            return str(error)
+    return f"not clear after {TURNS} more runs"
 
 
 def next_seed(run: Run, session: Session) -> int:
@@ -79,7 +82,7 @@ def begin_session(run: Run, new_session: bool = False) -> Session:
 def stopped(run: Run, error: BaseException) -> None:
     """Finish a candidate that an exception ended. The caller holds the lock."""
     if isinstance(error, (OtherSettings, Stop)) and not run.record.get("result"):
-        abandon(run, f"not started: {error}", getattr(error, "exit_code", 2))
+        abandon(run, str(error), getattr(error, "exit_code", 2))
         return
     interrupted = isinstance(error, KeyboardInterrupt)
     recover_run(run, "interrupted" if interrupted else f"{type(error).__name__}: {error}")

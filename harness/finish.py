@@ -64,7 +64,7 @@ def settle(run: Run) -> dict:
     """Do what is missing of a decided run; returns its row. The caller holds the lock."""
     workspace = run.workspace
     rows = workspace.rows()
-    row = find_row(rows, run)
+    row = row_of(rows, run)
     if row is None:
         result = Result(**run.record["result"])
         row = make_row(run, result, run.record["decision"])
@@ -80,7 +80,7 @@ def settle(run: Run) -> dict:
     return row
 
 
-def find_row(rows: list[dict], run: Run) -> dict | None:
+def row_of(rows: list[dict], run: Run) -> dict | None:
     """The row of a run, None if it has none yet."""
     return next((row for row in rows if row["id"] == run.id), None)
 
@@ -159,7 +159,7 @@ def recover(workspace: Workspace) -> None:
 def recover_run(run: Run, detail: str = "interrupted") -> None:
     """Finish a run that ended halfway, from any point of it. The caller holds the lock."""
     workspace, record = run.workspace, run.record
-    if find_row(workspace.rows(), run) or record.get("decision"):
+    if row_of(workspace.rows(), run) or record.get("decision"):
         settle(run)
     elif record["kind"] != "candidate":
         if record.get("result"):

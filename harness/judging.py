@@ -1,5 +1,7 @@
 """What the scores of a session say about a candidate: the next step, or the verdict."""
 
+import statistics
+
 from harness.log import MACHINE_KEYS, current
 from harness.measure import Result
 from harness.scores import Scores
@@ -15,42 +17,52 @@ def incumbent(rows: list[dict]) -> dict | None:
 def floor_of(workspace: Workspace, rows: list[dict]) -> tuple[float, str]:
     """(noise floor, its source) for one run against the incumbent."""
     scores, top = Scores.of(workspace, rows), incumbent(rows)
-    runs = len(scores.of_code(top["code"])) if top and top.get("code") else 1
+    runs = len(scores_of_row(top, scores)) if top else 1
     return noise_floor(scores.spread(), runs)
+
+
+def scores_of_candidate(run: Run, scores: Scores) -> list[float]:
+    """All scores of a candidate's code."""
+    code = run.workspace.repository.train_blob(run.record["commit"])
+    return scores.of_code(code) or [run.record["result"]["score"]]
+
+
+def scores_of_row(row: dict, scores: Scores) -> list[float]:
+    """All scores of a row's code; a row of an older version has no code, only its score."""
+    return scores.of_code(row.get("code")) or [row["metric"]]
 
 
 def next_step(run: Run, rows: list[dict], top: dict, once: bool) -> Decision:
     """What to do next with a candidate that has a score: keep, discard, or one more run."""
-    repository, scores = run.workspace.repository, Scores.of(run.workspace, rows)
-    own = scores.of_code(repository.train_blob(run.record["commit"]))
-    others = scores.of_code(top.get("code")) or [top["metric"]]
-    means = [scores.of_code(row.get("code")) or [row["metric"]] for row in kept(current(rows))]
+    scores = Scores.of(run.workspace, rows)
+    means = [statistics.mean(scores_of_row(row, scores)) for row in kept(current(rows))]
     return decide_next(
-        own,
-        others,
+        scores_of_candidate(run, scores),
+        scores_of_row(top, scores),
         scores.spread(),
         selected=top.get("runs") or 0,
-        lines=repository.changed_lines(run.record["commit"]),
+        lines=run.workspace.repository.changed_lines(run.record["commit"]),
         simpler=run.record["options"]["simpler"],
-        best_mean=min(sum(group) / len(group) for group in means),
+        best_mean=min(means),
         once=once,
     )
 
 
 def facts_of(run: Run, rows: list[dict], step: Decision | None) -> dict:
     """The numbers behind a verdict, for the row."""
-    workspace, scores, top = run.workspace, Scores.of(run.workspace, rows), incumbent(rows)
+    workspace, top = run.workspace, incumbent(rows)
+    scores = Scores.of(workspace, rows)
     floor, source = floor_of(workspace, rows)
     lines = workspace.repository.changed_lines(run.record["commit"])
     facts = {"parent_metric": None, "floor": floor, "floor_source": source, "lines": list(lines)}
     if top:
-        others = scores.of_code(top.get("code")) or [top["metric"]]
-        facts["parent_metric"] = round(sum(others) / len(others), 6)
+        others = scores_of_row(top, scores)
+        facts["parent_metric"] = round(statistics.mean(others), 6)
         facts["parent_steps"] = top["metrics"].get("num_steps")
         facts["parent_runs"] = len(others)
         facts["unlike"] = unlike(run.record["result"]["record"], top)
     if step:
-        own = scores.of_code(workspace.repository.train_blob(run.record["commit"]))
+        own = scores_of_candidate(run, scores)
         facts |= {"metric": round(step.candidate_mean, 6), "runs": len(own), "repeats": own}
         facts |= {"parent_metric": round(step.incumbent_mean, 6), "z": finite(step.z)}
     return facts

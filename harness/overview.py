@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.common import UserError, say
 from harness.finish import recover
-from harness.judging import floor_of, incumbent
+from harness.judging import floor_of, incumbent, scores_of_row
 from harness.log import current
 from harness.progress import read_progress
 from harness.repository import one_line
@@ -135,7 +135,9 @@ def score_line(row: dict) -> str:
 def speed_line(row: dict) -> str:
     """Steps and tokens per second, with the incumbent's steps."""
     metrics = row["metrics"]
-    text = f"steps {metrics.get('num_steps', 0):.0f}"
+    if not metrics.get("num_steps"):
+        return f"{row['seconds']:.0f} s"
+    text = f"steps {metrics['num_steps']:.0f}"
     if row.get("parent_steps"):
         text += f" (incumbent {row['parent_steps']:.0f})"
     if metrics.get("training_seconds"):
@@ -235,5 +237,4 @@ def summary(workspace: Workspace, rows: list[dict]) -> list[str]:
 
 def mean_of(scores: Scores, row: dict) -> float:
     """The mean of all scores of a row's code."""
-    found = scores.of_code(row.get("code")) or [row["metric"]]
-    return statistics.mean(found)
+    return statistics.mean(scores_of_row(row, scores))

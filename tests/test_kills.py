@@ -169,3 +169,14 @@ def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, v
         else:
             assert based.git("rev-parse", "HEAD") == head
     assert kills >= 20
+
+
+@pytest.mark.slow
+def test_status_works_while_a_run_that_was_cut_off_cannot_be_finished(based, tmp_path):
+    killed(based.hold(1.1, tmp_path / "gate"))
+    (based.root / ".git/index.lock").touch()
+    done = based.call("status")
+    assert "git is busy" in done.err and "1.000000" in done.out
+    (based.root / ".git/index.lock").unlink()
+    based.call("status")
+    based.assert_settled()

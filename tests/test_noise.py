@@ -184,3 +184,29 @@ def test_an_edit_that_is_itself_slower_is_judged(probed):
     probed.edit(1.1, PROBE + "time.sleep(1)\n")
     probed.attempt("slower by itself")
     assert probed.rows()[-1]["reason"] == "worse"
+
+
+# ---- whole sessions ----
+
+# Normal scatter with a standard deviation of 0.003, another for each text of train.py and seed.
+SCATTER = """
+import hashlib, random
+with open(__file__, 'rb') as file:
+    digest = hashlib.sha256(file.read() + str(seed).encode()).hexdigest()
+score = record['val_bpb'] = score + random.Random(digest).gauss(0, 0.003)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("session", ["a", "b"])
+def test_a_session_keeps_the_gain_and_not_the_neutral_edits(lab, session):
+    lab.edit(1.0, SCATTER + f"'session {session}'", noise=[0.0])
+    lab.git("commit", "-qam", "with scatter")
+    for n in range(12):
+        score = 1.0 if n < 6 else 0.985  # edit 6 gains five standard deviations
+        lab.edit(score, SCATTER + f"'session {session}, edit {n}'", noise=[0.0])
+        lab.attempt(f"edit {n}")
+    kept = [row["description"] for row in lab.rows()[1:] if row["status"] == "keep"]
+    assert "edit 6" in kept and len(kept) <= 2
+    runs = [row["runs"] for row in lab.rows()[1:]]
+    assert sum(runs) / len(runs) < 2.5
