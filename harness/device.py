@@ -42,7 +42,7 @@ def refuse_unused_gpu() -> None:
         raise UserError(
             f"there is an NVIDIA driver, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
             "cannot use a GPU: the driver is too old, or the card is. hint: update the driver "
-            "(CUDA 13 needs 580 or newer), or install another torch, see docs/devices.md; "
+            "(CUDA 13 needs 580 or newer), or install another torch, see docs/gpu.md; "
             "CUDA_VISIBLE_DEVICES= trains on the CPU on purpose"
         )
 

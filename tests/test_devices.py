@@ -156,7 +156,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine, "NVIDIA_DRIVER", Path(__file__))
-    with pytest.raises(prepare.UserError, match="CUDA 13.0.* too old.*docs/devices.md"):
+    with pytest.raises(prepare.UserError, match="CUDA 13.0.* too old.*docs/gpu.md"):
         machine.refuse_unused_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
     machine.refuse_unused_gpu()
