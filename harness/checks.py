@@ -14,6 +14,7 @@ from harness.fixed import check_fixed, fixed_hash
 from harness.git import GitError
 from harness.repository import Repository
 from harness.session import Session
+from harness.settings import check_settings
 from harness.workspace import Workspace
 
 MIN_FREE_MB = 100
@@ -23,6 +24,7 @@ SEED_CALLS = ("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomSt
 
 def begin(workspace: Workspace) -> list[dict]:
     """How a command begins that trains: finish what was killed, check, read the log."""
+    check_settings(os.environ)
     check_python(workspace)
     check_disk(workspace)
     check_git(workspace)

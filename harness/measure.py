@@ -15,14 +15,12 @@ from harness.process import call
 from harness.repository import one_line
 from harness.run import Outcome, run_experiment
 from harness.scores import Scores, append_score
-from harness.session import Session, harmless_marks
+from harness.session import CLOCKLESS, Session, serious_marks
 from harness.verdict import disturbance
 from harness.workspace import Run, Workspace
 
 CHECKS = "autoresearch.checks.sh"
 CHECKS_LIMIT = 300  # seconds for the user's checks
-# A mark that names a limit of the evaluator's check and no fault of the run.
-LIMIT_OF_CHECK = "logits repeat only to"
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Result:
     marks: str = ""
 
     @classmethod
-    def of(cls, outcome: Outcome, harmless: frozenset[str] = frozenset()) -> "Result":
-        """The result of an outcome. `harmless` are marks that the session's baseline has too."""
+    def of(cls, outcome: Outcome, clockless: bool) -> "Result":
+        """The result of an outcome; see serious_marks for `clockless`."""
         common = {
             "seconds": round(outcome.seconds, 1),
             "settings": outcome.settings,
@@ -52,9 +50,9 @@ class Result:
         }
         if outcome.reason:
             return cls("crash", outcome.reason, outcome.detail[:300], **common)
-        marks = serious_marks(outcome.marks) - harmless
+        marks = serious_marks(outcome.marks, clockless)
         status, reason = ("marked", "marked") if marks else ("scored", "")
-        detail = "; ".join(sorted(marks))
+        detail = "; ".join(marks)
         score, metrics = round(outcome.score, 6), outcome.metrics
         return cls(status, reason, detail, score=score, metrics=metrics, **common)
 
@@ -67,12 +65,6 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
 def telemetry(result: Result) -> dict:
     """What the machine gave a run, as harness.verdict.disturbance wants it."""
     return result.load | {"probe_tflops": result.record.get("probe_tflops")}
-
-
-def serious_marks(marks: str) -> set[str]:
-    """The marks of a record, without those that only name a limit of the evaluator's check."""
-    found = {mark.strip() for mark in marks.split(";")}
-    return {mark for mark in found if mark and not mark.startswith(LIMIT_OF_CHECK)}
 
 
 def measure(
@@ -114,8 +106,7 @@ def measure(
         raise KeyboardInterrupt
     if session and outcome.score is not None:
         session.check_record(outcome.record)
-    accepted = session.harmless_marks if session else harmless_marks(outcome.marks)
-    result = Result.of(outcome, accepted)
+    result = Result.of(outcome, session.clockless if session else CLOCKLESS in outcome.marks)
     if result.status == "scored":
         result = run_checks(run, here, environment, result)
     run.save(result=asdict(result))

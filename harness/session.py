@@ -13,7 +13,11 @@ from harness.log import comparison_key, current, number
 from harness.settings import read_setting
 from harness.verdict import kept
 
-HARMLESS = "the clock of prepare.py was not used"  # no fault where all runs of a session have it
+# An old-style train.py has a clock of its own. That is no fault where all runs of a session do so.
+CLOCKLESS = "the clock of prepare.py was not used"
+OUTSIDE_CLOCK = "outside the clock"  # ends of the marks that follow from it
+# A mark that names a limit of the evaluator's check and no fault of the run.
+LIMIT_OF_CHECK = "logits repeat only to"
 # setting, key of a row, key of the settings that prepare.py resolved
 SETTINGS = (
     ("TIME_BUDGET", "budget", "time_budget"),
@@ -52,9 +56,9 @@ class Session:
         return int(number(self.baseline.get("seed")))
 
     @property
-    def harmless_marks(self) -> frozenset[str]:
-        """Marks that every run of the session may have, because the baseline has them."""
-        return harmless_marks(self.baseline.get("marks") or "")
+    def clockless(self) -> bool:
+        """Whether the baseline trained by a clock of its own; then all runs may."""
+        return CLOCKLESS in (self.baseline.get("marks") or "")
 
     def environment(self) -> dict[str, str]:
         """The variables AUTORESEARCH_* that give a run the settings of this session."""
@@ -112,7 +116,17 @@ def check_equal(wanted: Mapping, found: Mapping) -> None:
             )
 
 
-def harmless_marks(marks: str) -> frozenset[str]:
-    """Those of a record's marks that are no fault where all runs of a session have them."""
-    found = {mark.strip() for mark in marks.split(";")}
-    return frozenset(mark for mark in found if mark.startswith(HARMLESS))
+def serious_marks(marks: str, clockless: bool) -> list[str]:
+    """The marks of a record that make its score no fair one.
+
+    Args:
+        clockless: the session's baseline has the mark CLOCKLESS, so its runs may have it too.
+    """
+    found = [mark.strip() for mark in marks.split(";")]
+    return [
+        mark
+        for mark in found
+        if mark
+        and not mark.startswith(LIMIT_OF_CHECK)
+        and not (clockless and (mark == CLOCKLESS or mark.endswith(OUTSIDE_CLOCK)))
+    ]

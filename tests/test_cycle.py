@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from harness.session import CLOCKLESS, LIMIT_OF_CHECK, OUTSIDE_CLOCK
 from tests.helpers import ROOT
 from tests.lab import Lab, finished, score_in
 
@@ -256,13 +257,20 @@ def test_a_mark_that_names_a_limit_of_the_check_is_no_fault(based):
 
 
 def test_a_mark_that_the_whole_session_bears_is_no_fault(lab):
-    mark = "record['marks'] = 'the clock of prepare.py was not used'"
-    lab.edit(1.0, mark)
+    mark = "record['marks'] = '%s; 12 optimizer steps outside the clock'"
+    lab.edit(1.0, mark % CLOCKLESS)
     lab.git("commit", "-qam", "an old-style train.py")
     assert "clock of prepare.py was not used" in lab.attempt("baseline")
-    lab.edit(0.9, mark)
+    lab.edit(0.9, mark.replace("12", "34") % CLOCKLESS)
     lab.attempt("as old as the baseline")
     assert lab.rows()[-1]["status"] == "keep"
+
+
+def test_the_marks_that_are_told_apart_are_those_of_the_evaluator():
+    files = [ROOT / "prepare.py", *(ROOT / "harness").glob("*.py")]
+    texts = [path.read_text() for path in files if path.name != "session.py"]
+    for words in (CLOCKLESS, OUTSIDE_CLOCK, LIMIT_OF_CHECK):
+        assert any(words in text for text in texts)
 
 
 def test_the_mark_of_an_old_style_file_is_a_fault_where_the_baseline_has_none(based):

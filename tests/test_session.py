@@ -47,6 +47,12 @@ def test_another_setting_is_refused_unless_a_new_session_is_asked_for(based, var
     assert based.rows()[-1]["segment"] == 1
 
 
+def test_a_setting_out_of_range_is_refused_before_the_baseline(lab):
+    lab.edit(0.9)
+    out = lab.attempt("nonsense", code=2, AUTORESEARCH_TIME_BUDGET="-5")
+    assert "AUTORESEARCH_TIME_BUDGET='-5'" in out and not lab.log.exists()
+
+
 def test_the_same_value_in_other_words_is_no_other_setting(based):
     based.edit(0.9)
     based.attempt("the same", AUTORESEARCH_TIME_BUDGET="60.0", AUTORESEARCH_SEED="007")
