@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from harness.common import UserError
 from harness.documents import CHARS_PER_TOKEN
-from harness.sources import Skip, Source, held_out_bytes, parquet_texts, usable
+from harness.sources import Skip, Source, fault_of, held_out_bytes, parquet_texts, usable
 from prepare import Settings
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -232,15 +232,15 @@ def split_texts(path: Path, files: Files, settings: Settings) -> Split:
         )
     skipped = Counter()
     lowest = LowestHashes(held_out_bytes(settings))
-    total = n_texts = n_trained = 0
+    total = 0
+    n_texts = 0
     for text in usable(chain.from_iterable(map(file_texts, files.read)), skipped):
         n_bytes = len(text.encode())
         lowest.add(text, n_bytes)
         total += n_bytes
         n_texts += 1
     lowest.prune()
-    n_trained = n_texts - len(lowest.kept)
-    if total < 2 * lowest.need or not n_trained:
+    if total < 2 * lowest.need or n_texts == len(lowest.kept):
         raise UserError(
             f"{path} has {total / 1e6:.1f} MB of text in {n_texts} texts, "
             f"profile '{settings.profile}' needs {2 * lowest.need / 1e6:.1f} MB, "
@@ -294,9 +294,8 @@ def folder_source(path: Path, settings: Settings) -> Source:
         if shard == "sample":  # by hash, so that it comes from all over the folder
             high = split().sample_limit
         every = chain.from_iterable(map(file_texts, files.read))
-        return (
-            text for text in every if not isinstance(text, str) or low < text_hash(text) <= high
-        )
+        # What cannot be used is counted by the reader of these texts.
+        return (text for text in every if fault_of(text) or low < text_hash(text) <= high)
 
     seen = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files.read]
     state = hashlib.sha256(json.dumps(seen).encode()).hexdigest() if seen else None

@@ -52,17 +52,25 @@ class Source:
     passed_over: Counter = field(default_factory=Counter)  # files that are not read, by reason
 
 
+def fault_of(text: str | Skip | None) -> str | None:
+    """Why this cannot be used as a text, None if it can."""
+    if not isinstance(text, str):
+        return text.reason if text else "null"
+    if not text or text.isspace():
+        return "empty"
+    if not text.isascii() and re.search("[\ud800-\udfff]", text):
+        return "broken UTF-8"
+    return None
+
+
 def usable(texts: Iterable[str | Skip | None], skipped: Counter) -> Iterator[str]:
-    """The texts that are text; the others are counted by reason."""
+    """The texts that can be used; the others are counted by reason, of which 100 are told apart."""
     for text in texts:
-        if not isinstance(text, str):
-            skipped[text.reason if text else "null"] += 1
-        elif not text or text.isspace():
-            skipped["empty"] += 1
-        elif not text.isascii() and re.search("[\ud800-\udfff]", text):
-            skipped["broken UTF-8"] += 1
-        else:
+        fault = fault_of(text)
+        if fault is None:
             yield text
+        else:
+            skipped[fault if fault in skipped or len(skipped) < 100 else "other reasons"] += 1
 
 
 def held_out_bytes(settings: Settings) -> int:
