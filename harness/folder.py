@@ -225,6 +225,8 @@ def split_texts(path: Path, files: Files, settings: Settings) -> Split:
     Raises:
         UserError: there is no file to read, or too little text in them.
     """
+    if not path.exists():
+        raise UserError(f"no file or folder {path}. hint: choose the data again with --data")
     if not files.read:
         raise UserError(
             f"{path} is no file or folder with {', '.join(SUFFIXES)} files (or .gz, .zst of these)"

@@ -223,7 +223,7 @@ class Preparation:
         texts = hashed(encode_all(encoder, progress(held_out, "held-out text")))
         for name, part in ROW_SETS.items():
             n_rows = max(1, self.settings.eval_tokens // self.settings.seq_len // part)
-            documents = (memoryview(d) for text in texts for d in text.documents())
+            documents = new_documents(texts, set(text_hashes))  # no copies of the sets before
             packed = prepare.pack_rows(documents, self.row_len, min(BUFFER, n_rows))
             rows = prepare.stack_rows(packed, n_rows, self.row_len)
             if len(rows) < n_rows:
@@ -306,6 +306,14 @@ def write_shard(
             (cache / name).unlink()
     shares = held_out.shares()
     return {"files": files, "shares": shares, **total, **asdict(dropped)}
+
+
+def new_documents(texts: Iterable[EncodedText], known: set[int]) -> Iterator[memoryview]:
+    """The documents of the texts whose hash is not known."""
+    for text in texts:
+        for document, text_hash in zip(text.documents(), text.hashes, strict=True):
+            if text_hash not in known:
+                yield memoryview(document)
 
 
 def batches_of(texts: Iterable[EncodedText], batch_tokens: int) -> Iterator[list[EncodedText]]:

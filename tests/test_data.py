@@ -26,10 +26,11 @@ from harness.fixed import fixed_hash
 from harness.folder import file_texts, find_files, folder_source
 from harness.overlap import HeldOut
 from harness.settings import choice_file
-from harness.shards import write_shard
+from harness.shards import prepare_data, write_shard
 from harness.sources import (
     EMBEDDED_HELD_OUT,
     Skip,
+    Source,
     embedded_source,
     held_out_bytes,
     python_files,
@@ -542,3 +543,27 @@ def test_a_vocabulary_too_large_for_the_shards_is_refused_first(tmp_path):
     with pytest.raises(UserError, match="vocab_size 65537.*16-bit.*at most 65536"):
         run([], make_settings=lambda data: settings)
     assert not (tmp_path / "cache").exists()
+
+
+def test_sets_of_rows_have_no_document_in_common(tmp_path):
+    texts = 20 * sentences(1, 10) + sentences(2, 400)
+    source = Source(
+        ["train"],
+        ["train"],
+        "val",
+        lambda shard: iter(texts if shard == "val" else sentences(3, 50)),
+    )
+    settings = replace(SMALL, root=tmp_path, eval_tokens=32 * 64)
+    prepare_data(settings, source)
+    tokenizer = prepare.Tokenizer.load(settings.cache / "tokenizer.json")
+    bos = tokenizer.get_bos_token_id()
+    documents = {}
+    for name, n_rows in (("val_rows.bin", 64), ("holdout_rows.bin", 16), ("preview_rows.bin", 4)):
+        rows = np.fromfile(settings.cache / name, np.uint16).reshape(-1, 33)
+        assert len(rows) == n_rows and (rows[:, 0] == bos).all()
+        # a cropped document is known by its beginning
+        documents[name] = {
+            bytes(d[:8]) for row in rows for d in prepare.documents_of(row, bos) if len(d) > 8
+        }
+    val, holdout, preview = documents.values()
+    assert not val & holdout and not val & preview and not holdout & preview
