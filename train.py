@@ -22,6 +22,7 @@ import gc
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +53,7 @@ with exit_codes():  # a wrong environment variable ends here
 
 # Model
 DEPTH = 9  # layers
-ASPECT_RATIO = 57  # width per layer: DEPTH * ASPECT_RATIO channels, rounded up to whole heads
+ASPECT_RATIO = 57  # width = DEPTH * ASPECT_RATIO, rounded up to whole heads: here 513 -> 640
 HEAD_DIM = 128  # channels of an attention head
 KV_GROUP = 1  # query heads that share a key/value head
 MLP_RATIO = 4  # hidden channels of an MLP per channel of the model
@@ -60,42 +61,42 @@ WINDOW_PATTERN = "SSSSL"  # attention of each layer, repeated: S short, L full; 
 SHORT_WINDOW = 8  # a short window is the context divided by this
 ROPE_BASE = 200_000
 QK_SCALE = 1.2  # of queries and keys after their norm: sharper attention (nanochat)
-VALUE_EVERY = 2  # every how many layers has a value embedding
+VALUE_EVERY = 2  # every second layer has a value embedding, counted back from the last
 GATE_CHANNELS = 32  # channels that a value embedding's gate reads
 SHIFT_TAPS = 3  # earlier tokens that TokenShift mixes into the input of attention
 BIGRAM_RATIO = 5  # rows of the table of token pairs, in vocabularies
 BIGRAM_HASH = (36313, 27191)  # multipliers of the pair's two tokens
 SOFTCAP = 15.0  # logits stay between -SOFTCAP and SOFTCAP
 
-# First values (matrices not named here: uniform, standard deviation INIT_SCALE / sqrt(width))
-INIT_SCALE = 0.68
+# Initial values; where nothing is named here, see init_weights
+INIT_SCALE = 0.68  # of q, k, v, MLP input, value embeddings: standard deviation * sqrt(width)
 HEAD_INIT_STD = 0.001  # of the output matrix: the first predictions are nearly uniform
 RESID_LAMBDA = (1.15, 1.05)  # factor of the residual stream, in the first and in the last layer
 X0_LAMBDA = (0.20, 0.05)  # of the token embedding, the same way
 BIGRAM_LAMBDA = 0.1  # of the pair embedding
-BACKOUT_LAMBDA = 0.1  # of the middle layer's output, taken out at the end
+BACKOUT_LAMBDA = 0.1  # of the stream before the middle layer, subtracted at the end
 
 # Batch
 TOTAL_BATCH_SIZE = 2**18  # tokens per optimizer step
-DEVICE_BATCH_SIZE = 128  # rows per forward pass; halved by itself while memory runs out
-MAX_LOGITS = 2**27  # logits in memory at once for the loss; beyond it is computed in chunks
+DEVICE_BATCH_SIZE = 128  # rows per forward pass; made smaller by itself if memory runs out
+MAX_LOGITS = 2**27  # logits in memory at once; above this the loss is computed in chunks
 
 # Rates
 MATRIX_LR = 0.04  # Muon: the matrices of the blocks
-EMBEDDING_LR = 0.9  # AdamW, at width 768; other widths scale it by 1 / sqrt(width)
-UNEMBEDDING_LR = 0.005  # AdamW: the output matrix, scaled the same way
+EMBEDDING_LR = 0.9  # AdamW: all embeddings, times sqrt(768 / width)
+UNEMBEDDING_LR = 0.005  # AdamW: the output matrix, times sqrt(768 / width)
 LAMBDA_LR = 0.5  # AdamW: the factors of token and pair embedding
 RESID_LR = 0.005  # AdamW: the factors of the residual stream and of backout
 SHIFT_LR = 0.05  # AdamW: the taps of TokenShift
 WEIGHT_DECAY = 0.2  # Muon; falls to 0 over the run
-EMBEDDING_WD = 0.001  # AdamW; the high rate of the embeddings works only with it
+EMBEDDING_WD = 0.001  # AdamW; in the published runs the high EMBEDDING_LR needed it
 VALUE_WD = 0.003  # AdamW: value embeddings
 UNEMBEDDING_WD = 0.01
 ADAM_BETAS = (0.8, 0.95)
 ADAM_EPS = 1e-10
-MUON_BETA2 = 0.95  # of the variance of each neuron's update
+MUON_BETA2 = 0.95  # of the running mean square of each neuron's update
 MUON_MOMENTUM = (0.85, 0.97)  # at the first step, and from MUON_MOMENTUM_STEPS on (nanochat)
-MUON_MOMENTUM_STEPS = 400
+MUON_MOMENTUM_STEPS = 400  # steps, not time: a slow machine may never get there
 
 # Schedule, in shares of the time budget
 WARMUP_RATIO = 0.0
@@ -105,8 +106,8 @@ FINAL_LR_FRAC = 0.05  # of every rate, at the end
 # Machine
 ATTENTION = "auto"  # or one of ATTENTION_BACKENDS
 COMPILE = True
-CHECKPOINT_EVERY = 180  # seconds, with --save
-PREVIEW_EVERY = 600  # seconds: longer runs are scored on a part of the rows, off the clock
+CHECKPOINT_EVERY = 180  # seconds, with --save; saving uses time of the budget
+PREVIEW_EVERY = 600  # seconds: long runs show a score on other text; the clock stands still
 
 if PROFILE == "small":  # smaller GPUs, Apple's MPS
     DEPTH = 6
@@ -115,7 +116,7 @@ if PROFILE == "small":  # smaller GPUs, Apple's MPS
     WINDOW_PATTERN = "L"  # without flash attention short windows cost more than they save
     TOTAL_BATCH_SIZE = 2**14
     DEVICE_BATCH_SIZE = 16
-elif PROFILE == "tiny":  # CPU; measured at width 192 on two cores
+elif PROFILE == "tiny":  # CPU; width 128; rates were chosen at width 192 on two cores
     DEPTH = 4
     ASPECT_RATIO = 32
     HEAD_DIM = 64
@@ -125,12 +126,12 @@ elif PROFILE == "tiny":  # CPU; measured at width 192 on two cores
     BIGRAM_RATIO = 16
     TOTAL_BATCH_SIZE = 2**12
     DEVICE_BATCH_SIZE = 16
-    EMBEDDING_LR = 0.3  # with UNEMBEDDING_LR 0.01 bpb better after 600 steps than 0.6 and 0.004
-    UNEMBEDDING_LR = 0.008
+    EMBEDDING_LR = 0.3
+    UNEMBEDDING_LR = 0.008  # 0.3 and 0.008 beat 0.6 and 0.004 by 0.01 bpb after 600 steps
 
 # ---------------------------------------------------------------------------- attention
 
-# Every function takes q [B, T, H, D] and k, v [B, T, H / KV_GROUP, D], returns [B, T, H, D] and
+# Every backend takes q [B, T, H, D] and k, v [B, T, H / KV_GROUP, D], returns [B, T, H, D] and
 # means the same: query i sees the keys i-window ... i.
 
 
@@ -237,10 +238,16 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
 
+def between(ends: tuple[float, float], share: float) -> float:
+    """The value at this share of the way from the first of the two ends to the last."""
+    return ends[0] + (ends[1] - ends[0]) * share
+
+
 class TokenShift(nn.Module):
     """Adds to each channel a learned mix of its values at the SHIFT_TAPS tokens before.
 
-    A depthwise convolution (Primer, arXiv 2109.08668): word-like patterns need no attention head.
+    A depthwise convolution, as in Primer (arXiv 2109.08668) but on the input of q, k and v: local
+    patterns need no attention head.
     """
 
     def __init__(self, config: GPTConfig):
@@ -251,7 +258,7 @@ class TokenShift(nn.Module):
         position = torch.arange(x.size(1), device=x.device)[:, None]
         y = x
         for distance, tap in enumerate(self.taps.to(x.dtype), start=1):
-            # roll and mask: padded copies would be kept for the backward pass
+            # Roll and mask: compiled, this keeps less for the backward pass than padded copies
             y = y + torch.where(position >= distance, x.roll(distance, 1), 0) * tap
         return y
 
@@ -280,7 +287,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.value_embed is not None:
             # Value embedding: a second embedding of the token goes straight into the values. It
-            # adds capacity for no arithmetic; the gate is 1 at first (modded-nanogpt, nanochat).
+            # adds capacity for almost no arithmetic; the gate is 1 at first (modded-nanogpt,
+            # nanochat).
             gate = 2 * torch.sigmoid(self.ve_gate(x[..., : self.ve_gate.in_features]))
             value = self.value_embed(idx).to(v.dtype).unflatten(-1, (-1, self.head_dim))
             v = v + gate.unsqueeze(-1) * value
@@ -318,7 +326,7 @@ class Block(nn.Module):
 
 
 def softcap(logits):
-    """Keeps logits within +-SOFTCAP, smoothly: no overconfident step early on (Gemma 2)."""
+    """Keeps logits within +-SOFTCAP, smoothly: prevents extreme logits (Gemma 2)."""
     return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
 
 
@@ -334,7 +342,7 @@ class GPT(nn.Module):
         self.config = config
         self.checkpointing = False  # True: the backward pass computes activations a second time
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        # A hashed table of token pairs: counts of pairs need no layer (modded-nanogpt, record 62)
+        # A hashed table of token pairs: pairs are learned without a layer (modded-nanogpt)
         self.bigram_embed = nn.Embedding(BIGRAM_RATIO * config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i, attend) for i in range(config.n_layer))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -345,7 +353,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Every parameter and buffer needs a line here: one that is forgotten is refused."""
+        """Every parameter and float buffer needs a line here: one that is forgotten is refused."""
         bound = INIT_SCALE * (3 / self.config.n_embd) ** 0.5
         nn.init.normal_(self.wte.weight)
         nn.init.zeros_(self.bigram_embed.weight)
@@ -372,17 +380,20 @@ class GPT(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
+    def pair_hash(self, idx):
+        """Row in the table of token pairs, for each token and the one before it (id 0 at first)."""
+        first, second = BIGRAM_HASH
+        previous = F.pad(idx, (1, 0))[:, :-1]
+        return ((previous * first) ^ (idx * second)) % self.bigram_embed.num_embeddings
+
     def hidden_states(self, idx):
         """What the output matrix reads: [B, T, n_embd]."""
         dtype = self.config.dtype
         cos = self.cos[: idx.size(1)].to(dtype)
         sin = self.sin[: idx.size(1)].to(dtype)
-        first, second = BIGRAM_HASH
-        pairs = F.pad(idx, (1, 0))[:, :-1] * first ^ idx * second
-        bigram = self.bigram_embed(pairs % self.bigram_embed.num_embeddings).to(dtype)
+        bigram = self.bigram_embed(self.pair_hash(idx)).to(dtype)
         x0 = norm(self.wte(idx).to(dtype))
         x = x0.clone()  # if it were the same tensor, the first block would be compiled separately
-        middle = x
         for i, block in enumerate(self.blocks):
             if i == len(self.blocks) // 2:
                 middle = x
@@ -391,7 +402,8 @@ class GPT(nn.Module):
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x = block(*inputs)
-        # Backout: takes out again what only the blocks needed (modded-nanogpt, record 40)
+        # Backout: subtracts a part of the stream from the middle, which later layers needed as
+        # context and the output matrix does not (modded-nanogpt, record 40)
         return x - self.backout_lambda * middle
 
     def logits(self, hidden):
@@ -431,15 +443,10 @@ class GPT(nn.Module):
         return [m.weight for m in self.blocks.modules() if isinstance(m, nn.Linear)]
 
     def flops_per_token(self) -> int:
-        """Of forward and backward: 6 per weight, 12 per channel and key that a query sees."""
+        """Of forward and backward: 6 per weight, 12 per channel and key in the window."""
         weights = sum(p.numel() for p in self.matrices()) + self.lm_head.weight.numel()
         keys = sum(self.config.window(i) for i in range(self.config.n_layer))
         return 6 * weights + 12 * self.config.n_embd * keys
-
-
-def between(ends: tuple[float, float], share: float) -> float:
-    """The value at this share of the way from the first of the two ends to the last."""
-    return ends[0] + (ends[1] - ends[0]) * share
 
 
 # ---------------------------------------------------------------------------- optimizer
@@ -456,7 +463,8 @@ POLAR_EXPRESS = (
 
 def orthogonalize(g, dtype: torch.dtype):
     """The nearest orthogonal matrices to g [n, rows, cols], roughly: singular values near 1."""
-    # Before the cast: small gradients would be lost in float16
+    # Before the cast: small gradients would be lost in float16. 1.02: the polynomials need
+    # singular values of at most 1, also after rounding.
     g = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-12)
     tall = g.size(-2) > g.size(-1)
     x = (g.mT if tall else g).to(dtype)
@@ -470,15 +478,17 @@ def orthogonalize(g, dtype: torch.dtype):
 def muon_update(params, grads, momenta, variances, lr, wd, mu, dtype: torch.dtype):
     """One step of Muon (Keller Jordan, 2024) on matrices of one shape, in place, as one batch.
 
-    Nesterov momentum, orthogonalization, variance normalization per neuron (NorMuon, arXiv
-    2510.05491), and weight decay only where it agrees with the update (arXiv 2411.16085).
+    Nesterov momentum, orthogonalization, normalization per neuron (NorMuon, arXiv 2510.05491), and
+    weight decay only where it agrees with the update (arXiv 2510.12402).
 
     params, grads: lists of n [rows, cols]; momenta: [n, rows, cols]; variances: the same with the
     shorter of the two dimensions 1; lr, wd, mu: 0-dim tensors, so that new values compile nothing.
     """
     g = torch.stack(grads)
     momenta.add_((1 - mu) * (g - momenta))  # lerp_ has given wrong numbers on MPS
-    update = orthogonalize(g + mu * (momenta - g), dtype).to(g.dtype)
+    nesterov = g + mu * (momenta - g)
+    update = orthogonalize(nesterov, dtype).to(g.dtype)
+
     rows, cols = update.shape[-2:]
     mean_square = update.square().mean(-1 if rows >= cols else -2, keepdim=True)
     variances.add_((1 - MUON_BETA2) * (mean_square - variances))
@@ -486,8 +496,11 @@ def muon_update(params, grads, momenta, variances, lr, wd, mu, dtype: torch.dtyp
     # The normalization shifts weight between neurons; the size of the step stays
     size = update.norm(dim=(-2, -1), keepdim=True)
     update = scaled * (size / (scaled.norm(dim=(-2, -1), keepdim=True) + 1e-10))
+
+    # Muon's factor for the shape belongs to the learning rate, so it scales the decay too
     p = torch.stack(params)
-    update = (update + wd * p * (update * p >= 0)) * (lr * max(1, rows / cols) ** 0.5)
+    decay = wd * p * (update * p >= 0)
+    update = (update + decay) * (lr * max(1, rows / cols) ** 0.5)
     torch._foreach_sub_(params, update.unbind())
 
 
@@ -499,7 +512,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict], dtype: torch.dtype, compiled: bool):
-        super().__init__(groups, {"weight_decay": 0.0, "momentum": MUON_MOMENTUM[0]})
+        defaults = {"weight_decay": 0.0, "betas": ADAM_BETAS, "eps": ADAM_EPS}
+        super().__init__(groups, defaults | {"momentum": MUON_MOMENTUM[0]})
         self.dtype = dtype  # of the products in orthogonalize
         self.muon_update = muon_update
         if compiled:
@@ -546,11 +560,11 @@ class MuonAdamW(torch.optim.Optimizer):
             fused=True,
             amsgrad=False,
             maximize=False,
-            beta1=ADAM_BETAS[0],
-            beta2=ADAM_BETAS[1],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=ADAM_EPS,
+            eps=group["eps"],
         )
 
 
@@ -602,6 +616,7 @@ def lr_multiplier(progress: float) -> float:
 
 
 def set_schedules(optimizer: torch.optim.Optimizer, progress: float, step: int) -> None:
+    """Write this step's rates into the groups; those of kind "muon" get momentum and decay too."""
     for group in optimizer.param_groups:
         initial_lr = group.setdefault("initial_lr", group["lr"])
         group["lr"] = initial_lr * lr_multiplier(progress)
@@ -629,17 +644,18 @@ class Run:
     unused: list[str] = field(default_factory=list)  # parameters that get no gradient
     step: int = 0
     elapsed: float = 0.0  # seconds of the budget
+    loader: Iterator | None = None  # of batches (inputs, targets, epoch), int64 [rows, T]
+    batch: tuple | None = None  # the next one
 
     def autocast(self):
         dtype = self.model.config.dtype
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     def load_batches(self) -> None:
-        """Start the loader at this step. Batches are (inputs, targets, epoch), int64 [rows, T]."""
+        """Start the loader at this step."""
         skip = self.step * self.micro_steps
-        loader = make_dataloader(self.tokenizer, self.rows, MAX_SEQ_LEN, "train", skip=skip)
-        self.loader = loader
-        self.batch = next(loader)
+        self.loader = make_dataloader(self.tokenizer, self.rows, MAX_SEQ_LEN, "train", skip=skip)
+        self.batch = next(self.loader)
 
     @property
     def micro_steps(self) -> int:
@@ -697,7 +713,7 @@ def split_batch(world: int) -> tuple[int, int]:
 
 
 def setup() -> Run:
-    """Device, model, optimizer: all that can be refused is refused here, before the clock."""
+    """Device, model, optimizer. Knobs that do not fit are refused here, before the clock."""
     device = machine.start_process()
     rank, world = prepare.ranks()
     dtype = machine.compute_dtype(device)
@@ -753,8 +769,19 @@ def add_gradients(run: Run, model: nn.Module):
     return loss.detach()
 
 
+def use_less_memory(run: Run) -> None:
+    """Half the rows per pass, or the next smaller divisor; at one row, activation checkpointing."""
+    if run.rows == 1:
+        run.model.checkpointing = True
+        run.log.say("memory", "out of memory: 1 row at a time, activation checkpointing")
+        return
+    smaller = range(run.rows // 2, 0, -1)
+    run.rows = next(n for n in smaller if run.rank_rows % n == 0)
+    run.log.say("memory", f"out of memory: {run.rows} rows at a time")
+
+
 def fit_batch(run: Run, clock: Clock) -> None:
-    """Compile, and halve the rows per pass until they fit into memory; the steps are undone.
+    """Compile, and reduce the rows per pass until they fit into memory; the steps are undone.
 
     Raises:
         torch.OutOfMemoryError: not even one row fits.
@@ -772,11 +799,7 @@ def fit_batch(run: Run, clock: Clock) -> None:
                 break
             if run.rows == 1 and run.model.checkpointing:
                 raise torch.OutOfMemoryError("out of memory with one row. hint: a smaller model")
-            run.model.checkpointing = run.rows == 1
-            smaller = range(max(run.rows // 2, 1), 0, -1)
-            run.rows = next(n for n in smaller if run.rank_rows % n == 0)
-            extra = ", activation checkpointing" if run.model.checkpointing else ""
-            run.log.say("memory", f"out of memory: {run.rows} rows at a time{extra}")
+            use_less_memory(run)
     if run.unused:
         run.log.say("unused", f"not trained, no part of the loss: {parameters.shorten(run.unused)}")
     parts = f"{prepare.ranks()[1]} ranks x {run.micro_steps} x {run.rows} rows x {MAX_SEQ_LEN}"
@@ -805,7 +828,7 @@ def train_loop(run: Run, clock: Clock, saver: checkpoints.Saver) -> None:
         run.scaler.update()
         run.step += 1
         run.elapsed = clock.progress() * TIME_BUDGET
-        rate = lr_multiplier(clock.progress())
+        rate = lr_multiplier(clock.progress())  # of the next step
         run.log.add_step(run.step, run.elapsed, loss, rate, run.optimizer, epoch=run.batch[2])
         run.optimizer.zero_grad(set_to_none=True)
         if saver.enabled and run.elapsed - last_save > CHECKPOINT_EVERY:
@@ -856,7 +879,7 @@ def main() -> None:
     saver = checkpoints.Saver(sys.modules[__name__], enabled=args.save or bool(args.resume))
     if args.resume:
         saver.resume(run, args.resume)
-        run.load_batches()
+        run.load_batches()  # the loader goes on at the resumed step
     before = parameters.fingerprints(run.model)
     startup_seconds = time.perf_counter() - prepare.STARTED
     train_loop(run, clock, saver)

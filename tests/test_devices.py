@@ -456,7 +456,7 @@ def alone(brief, tmp_path_factory) -> Result:
         (4, "", "= 4 ranks x 1 x 4 rows x 256"),
         (2, "oom:3", "out of memory: 2 rows at a time\nbatch      4096 tokens = 2 ranks x 4 x 2"),
         (2, "unused", "unused     not trained, no part of the loss: blocks.0.unused.weight"),
-        (1, "oom:0", "out of memory: 1 rows at a time, activation checkpointing\nbatch      4096"),
+        (1, "oom:0", "out of memory: 1 row at a time, activation checkpointing\nbatch      4096"),
     ],
 )
 def test_ranks_and_small_memory_change_no_result(brief, alone, tmp_path, world, drill, shown):
