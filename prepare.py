@@ -31,7 +31,10 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness import guard
-from harness.common import UserError, ceil_div, file_hash, is_out_of_memory
+from harness.common import UserError, VoidScore, ceil_div, file_hash, is_out_of_memory
+from harness.fixed import fixed_hash
+from harness.marks import RunState, scoring_marks, training_marks
+from harness.probe import Probe, ask, draw_cuts
 from harness.settings import chosen_data, read_setting
 
 # ------------------------------------------------------------------------- profiles and settings
@@ -145,10 +148,13 @@ def make_settings(data: str | None = None) -> Settings:
 def settings() -> Settings:
     """make_settings(), resolved on first use and the same from then on.
 
-    The first use also begins the run: optimizer steps are counted from here on.
+    The first use also begins the run: from here on optimizer steps are counted, and harness.guard
+    notes which files are read.
     """
+    found = make_settings()
+    guard.watch(found.cache, Path(__file__).parent)
     _count_steps()
-    return make_settings()
+    return found
 
 
 CONSTANTS = {  # names of this module that come from settings(), as in karpathy/autoresearch
@@ -171,8 +177,13 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'prepare' has no attribute {name!r}")
 
 
-EVAL_VERSION = 1  # raise it whenever the same model could get another score
-STARTED = time.perf_counter()
+EVAL_VERSION = 2  # raise it whenever the same model could get another score
+# The evaluator's own references, taken before any code of train.py runs: what train.py puts in
+# their place later (a loss with label smoothing, say) does not change the score.
+_cross_entropy = F.cross_entropy
+_now = time.perf_counter
+_fromfile = np.fromfile
+STARTED = _now()
 
 
 # ------------------------------------------------------------------------- files and manifest
@@ -261,7 +272,10 @@ class Tokenizer:
     def from_directory(cls, directory: str | Path | None = None) -> "Tokenizer":
         """The tokenizer of a prepared cache, by default the one of these settings."""
         folder = Path(directory or settings().cache)
-        return cls.load(checked(folder, load_manifest(folder), "tokenizer.json"))
+        manifest = load_manifest(folder)
+        if directory is None:
+            bind_data(manifest)
+        return cls.load(checked(folder, manifest, "tokenizer.json"))
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -373,7 +387,9 @@ def make_dataloader(
         )
     cache = settings().cache
     manifest = load_manifest(cache)
-    paths = [checked(cache, manifest, name) for name in manifest["train"]]
+    bind_data(manifest)
+    with accounted_time():
+        paths = [checked(cache, manifest, name) for name in manifest["train"]]
     shards = [np.memmap(path, np.uint16, mode="r") for path in paths]
     n_documents = manifest["total"]["documents"]
     if not n_documents:
@@ -415,24 +431,44 @@ def _batches_forever(shards, bos: int, n_documents: int, buffer_size: int, shape
         both[0].numpy()[:] = packed[:, :-1]
         both[1].numpy()[:] = packed[:, 1:]
         both = both.to(device, non_blocking=pin)
+        _run.count_batch(B * T)
         yield both[0], both[1], (taken - buffer_size) // n_documents + 1
 
 
-# ------------------------------------------------------------------------- the clock
-
-OUTSIDE_ALLOWANCE = 150  # seconds of a run that are neither training nor evaluation
-
-
-@dataclass
-class RunState:
-    """What this process has done so far: the source of the marks in its record."""
-
-    clock: "Clock | None" = None
-    timed_steps: int = 0  # optimizer steps while the clock runs
-    untimed_steps: int = 0  # all others, except those of the warm-up
-
+# ------------------------------------------------------------------------- the run and its clock
 
 _run = RunState()
+
+
+@contextlib.contextmanager
+def accounted_time():
+    """Time within is accounted for: it is spent by fixed code, and may pass outside the clock."""
+    start_time = _now()
+    try:
+        yield
+    finally:
+        _run.accounted_seconds += _now() - start_time
+
+
+def bind_data(manifest: dict) -> None:
+    """This run uses the prepared data of this manifest, from its first use to its score.
+
+    Raises:
+        VoidScore: it began with other data.
+    """
+    found = data_id(manifest)
+    _run.data_id = _run.data_id or found
+    if found != _run.data_id:
+        raise VoidScore(
+            f"the prepared data changed during the run: it began with data_id {_run.data_id}, "
+            f"now there is {found}. hint: prepare other data while nothing is training"
+        )
+
+
+@functools.cache
+def _count_steps() -> None:
+    """From now on count the steps of every torch optimizer, in this process."""
+    register_optimizer_step_post_hook(lambda *_: _run.count_step())
 
 
 def synchronize() -> None:
@@ -463,27 +499,39 @@ class Clock:
 
     with clock.warmup(model, optimizer): steps in here compile everything and are undone afterwards
     clock.start(); while not clock.done(): ...; clock.stop()
+
+    The weights at the start must be those of before the warm-up, and those of the score must be
+    those at the stop: what changes them in between is training that no clock sees.
     """
 
     def __init__(self):
         if _run.clock is not None:
             raise UserError("Clock() was created twice; a run has exactly one")
         _run.clock = self
-        self.started = None  # time.perf_counter() at the start, minus the seconds used before
+        self.started = None  # _now() at the start, minus the seconds used before
+        self.stopped = None  # _now() at the stop
         self.training_seconds = None  # set by stop()
         self.resumed = 0.0  # seconds that earlier processes trained
         self.paused = 0.0  # seconds of previews
         self.agreed = 0.0  # rank 0's elapsed seconds at the last done(): the same on every rank
         self.warming_up = False
+        self.warmup_seconds = 0.0
+        self.model = None  # the one that was warmed up
+        self.first_weights = None  # its checksums before the warm-up
+        self.last_weights = None  # its checksums at the stop
+        self.changed_early = False  # the weights changed between the warm-up and the start
 
     @contextlib.contextmanager
     def warmup(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Undo what the steps inside do to weights, buffers, optimizer state and random numbers."""
         if optimizer.state:
             raise UserError("the warm-up must come before the first optimizer step")
+        start_time = _now()
         tensors = [*model.parameters(), *model.buffers()]
         saved = [t.detach().clone() for t in tensors]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self.model = model
+        self.first_weights = guard.checksums(model)
         self.warming_up = True
         with torch.random.fork_rng(devices=[get_device()] if get_device().type == "cuda" else []):
             yield
@@ -495,6 +543,7 @@ class Clock:
             group.update(values)
         optimizer.state.clear()
         model.zero_grad(set_to_none=True)
+        self.warmup_seconds += _now() - start_time
 
     def running(self) -> bool:
         """Whether the clock has started and not stopped."""
@@ -504,16 +553,18 @@ class Clock:
         """Start the budget. used: seconds of it that an earlier process has trained (marked)."""
         if self.started is not None:
             raise UserError("the clock of a run starts once")
+        self.resumed = max(used, 0.0)
+        if self.model is not None and not self.resumed:
+            self.changed_early = guard.checksums(self.model) != self.first_weights
         synchronize()
         sum_over_ranks(0.0)  # no rank's clock runs while another one still compiles
-        self.resumed = max(used, 0.0)
-        self.started = time.perf_counter() - self.resumed
+        self.started = _now() - self.resumed
 
     def elapsed(self) -> float:
         """Seconds since start (0 before), up to stop."""
         if self.training_seconds is not None or self.started is None:
             return self.training_seconds or 0.0
-        return time.perf_counter() - self.started
+        return _now() - self.started
 
     def progress(self) -> float:
         """Share of the budget that is used, 0 to 1; with several ranks, as of the last done()."""
@@ -526,78 +577,27 @@ class Clock:
         return self.agreed >= settings().time_budget
 
     def stop(self) -> None:
-        """Stop the budget; a second call does nothing."""
-        if self.training_seconds is None:
-            synchronize()
-            self.training_seconds = self.elapsed()
+        """Stop the budget; does nothing if it doesn't run."""
+        if not self.running():
+            return
+        synchronize()
+        self.training_seconds = self.elapsed()
+        self.stopped = _now()
+        if self.model is not None:
+            self.last_weights = guard.checksums(self.model)
 
-
-@functools.cache
-def _count_steps() -> None:
-    """From now on count the steps of every torch optimizer, in this process."""
-
-    def count_step(*_) -> None:
-        clock = _run.clock
-        if clock is not None and clock.running():
-            _run.timed_steps += 1
-        elif clock is None or not clock.warming_up:
-            _run.untimed_steps += 1
-
-    register_optimizer_step_post_hook(count_step)
-
-
-def timing() -> dict:
-    """How this run spent its time; "marks" says what a reader of the score must know."""
-    clock = _run.clock
-    budget = settings().time_budget
-    trained = clock.training_seconds if clock else None
-    outside = time.perf_counter() - STARTED
-    marks = []
-    if trained is not None:
-        outside -= trained - clock.resumed + clock.paused
-    if clock and clock.resumed:
-        marks.append(f"resumed after {clock.resumed:.0f} s")
-    if trained is None:
-        marks.append("the clock of prepare.py was not used")
-    elif trained > 1.1 * budget + 5:
-        marks.append(f"trained {trained:.0f} s of a budget of {budget:.0f} s")
-    if clock and clock.paused:
-        marks.append("validation rows were previewed during training")
-    if _run.untimed_steps:
-        marks.append(f"{_run.untimed_steps} optimizer steps outside the clock")
-    if trained is not None and outside > OUTSIDE_ALLOWANCE:
-        marks.append(f"{outside:.0f} s outside training ({OUTSIDE_ALLOWANCE} s allowed)")
-    return {
-        "training_seconds": trained,
-        "outside_seconds": round(outside, 1),
-        "untimed_steps": _run.untimed_steps,
-        "marks": "; ".join(marks),
-    }
+    def pause(self, seconds: float) -> None:
+        """Take back seconds that just passed and were not training."""
+        if self.running():
+            self.started += seconds
+            self.paused += seconds
 
 
 # ------------------------------------------------------------------------- evaluation
 
-
-class VoidScore(Exception):
-    """The model or the run breaks a rule of the evaluation: there is no score."""
-
-
 CHUNK = 1 << 24  # number of logits that the evaluator converts to float32 at once
-PROBE_ROWS = 16  # at least
-
-
-def ask(model, x: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """model(x), checked to be logits [B, T, vocab_size]: the model never sees a target."""
-    logits = model(x)
-    expected = (*x.shape, vocab_size)
-    is_tensor = isinstance(logits, torch.Tensor)
-    if not is_tensor or tuple(logits.shape) != expected:
-        got = tuple(logits.shape) if is_tensor else type(logits).__name__
-        raise VoidScore(
-            f"model(x) must return logits {expected}, it returned {got}. "
-            "hint: no tuple, no loss, no padded vocabulary"
-        )
-    return logits
+PROBE_ROWS = 16  # at least so many rows are probed, and so many are scored twice
+PROBE_SHARE = 8  # one in so many rows is probed, as long as there are positions left
 
 
 def token_nats(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -611,7 +611,7 @@ def token_nats(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         for part, target in zip(flat_logits.split(rows), flat_targets.split(rows), strict=True):
             part = part.float()
             bad |= ~torch.isfinite(part.sum())  # one NaN or infinity anywhere makes the sum one
-            nats.append(F.cross_entropy(part, target, reduction="none"))
+            nats.append(_cross_entropy(part, target, reduction="none"))
     if bad.item():
         raise VoidScore("the logits contain NaN or infinity")
     return torch.cat(nats).view(targets.shape).cpu().double()
@@ -631,155 +631,181 @@ def batches(rows: np.ndarray, batch_size: int, device):
 
 
 def score_rows(
-    model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: int, device
+    model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: int, device, probe=None
 ) -> torch.Tensor:
     """Nats of each row, over the targets of non-zero byte length: float64 [N].
 
-    rows: uint16 [N, T+1]; token_bytes: int32 [vocab_size].
+    rows: uint16 [N, T+1]; token_bytes: int32 [vocab_size]; probe: a Probe for the first rows.
     """
     counted = torch.from_numpy(token_bytes > 0)
     nats = []
     for x, y, n in batches(rows, batch_size, device):
-        token = token_nats(ask(model, x, len(token_bytes)), y)
+        logits = ask(model, x, len(token_bytes))
+        token = token_nats(logits, y)
         nats.append((token * counted[y.cpu()]).sum(1)[:n])
+        if probe is not None:
+            probe.check(x, logits, n)
     return torch.cat(nats)
 
 
-def probe_cuts(n: int, seq_len: int) -> list[int]:
-    """n cut positions from 1 to seq_len-1: the ends, powers of two and neighbours, then random."""
-    edges = [1, seq_len - 1, *(2**k + d for k in range(20) for d in (0, 1, -1))]
-    edges += [seq_len // 2, seq_len // 2 + 1]
-    edges = [cut for cut in dict.fromkeys(edges) if 0 < cut < seq_len]
-    rest = [cut for cut in range(1, seq_len) if cut not in edges]
-    random.Random(n).shuffle(rest)
-    if n < len(edges):
-        edges = edges[:2] + random.Random(n).sample(edges[2:], max(0, n - 2))
-    return [(edges + rest)[i % (seq_len - 1)] for i in range(n)]
-
-
-def precision(model, logits: torch.Tensor) -> float:
-    """Unit of rounding of the coarsest type at work: autocast, parameters or logits."""
-    dtypes = {logits.dtype, *(p.dtype for p in model.parameters())}
-    if torch.is_autocast_enabled(logits.device.type):
-        dtypes.add(torch.get_autocast_dtype(logits.device.type))
-    return max(torch.finfo(d).eps for d in dtypes if d.is_floating_point)
-
-
-@dataclass
-class Probe:
-    """What the probe measured."""
-
-    nats: torch.Tensor  # of its first pass, float64 [n, T]
-    limit: float  # change of a logit that was allowed
-    noise: float  # how much a repeat differs; 0 if that was not needed
-    eps: float  # unit of rounding of the model
-
-
-def probe(model, rows: np.ndarray, vocab_size: int, batch_size: int, device) -> Probe:
-    """Refuse a model that sees future tokens or other rows: two passes over a few rows [n, T+1].
-
-    The second pass sees other tokens from each row's own cut on; logits before the cut must not
-    change. Kernels that get equal shapes round equally, whatever the precision, so almost nothing
-    is allowed: 64 units of float32. Only if that is exceeded, a third pass measures how well the
-    model repeats itself. Four times that is allowed then, but never more than rounding in the
-    model's precision explains.
+def guarded_score(
+    model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: int, device, cuts=()
+) -> tuple[torch.Tensor, Probe]:
+    """score_rows with a probe of these cuts, and with some rows scored twice.
 
     Raises:
-        VoidScore: a logit before the cut changed by more.
+        VoidScore: the model sees what it must not, or keeps state between batches.
     """
-    seq_len = rows.shape[1] - 1
-    generator = np.random.default_rng(len(rows))
-    cuts = torch.tensor(probe_cuts(len(rows), seq_len))
-    shift = torch.from_numpy(generator.integers(1, vocab_size, (len(rows), seq_len)))
-    nats = []
-    change = limit = noise = eps = 0.0
-    for i, (x, y, n) in enumerate(batches(rows, batch_size, device)):
-        part = slice(i * batch_size, i * batch_size + n)
-        cut = cuts[part].to(device)
-        before = torch.arange(seq_len, device=device) < cut[:, None]
-        other = x.clone()
-        other[:n] = torch.where(before, x[:n], (x[:n] + shift[part].to(device)) % vocab_size)
-        logits = ask(model, x, vocab_size)
-        nats.append(token_nats(logits, y)[:n])
-        change_of = (logits[:n] - ask(model, other, vocab_size)[:n]).abs().amax(-1).float()
-        change_of = change_of.masked_fill(~before, 0.0)
-        scale = max(1.0, logits.abs().max().item())
-        eps = precision(model, logits)
-        change = max(change, change_of.max().item())
-        limit = max(limit, 64 * 2**-23 * scale)
-        if not change <= limit:
-            repeat = ask(model, x, vocab_size)
-            noise = max(noise, (logits - repeat).abs().max().item())
-            limit = min(max(limit, 4 * noise), max(limit, 4 * eps * scale))
-        if not change <= limit:
-            row, position = divmod(int((~(change_of <= limit)).flatten().nonzero()[0]), seq_len)
-            raise VoidScore(
-                "the model sees the future or other rows: with other tokens from position "
-                f"{int(cut[row])} on, a logit at position {position} changed by "
-                f"{change_of[row, position]:.3g} (tolerance {limit:.3g})"
-            )
-    return Probe(torch.cat(nats), limit, noise, eps)
-
-
-def guarded_score(
-    model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: int, device
-) -> tuple[torch.Tensor, float]:
-    """score_rows between the checks: causality before it, an unchanged model after it.
-
-    Returns:
-        nats of each row, float64 [N]; the noise of a repeat, 0 if it was not measured.
-    """
+    # The last rows are scored twice, first of all and in reverse order: a model that learns while
+    # it is scored gives them two different scores.
     n = min(len(rows), ceil_div(PROBE_ROWS, batch_size) * batch_size)
-    state = guard.versions(model)
-    # The probe sees the last rows first and in reverse order: a model that learns while it is
-    # scored gives them two different scores.
     last_rows = rows[::-1][:n]
-    found = probe(model, last_rows, len(token_bytes), batch_size, device)
-    nats = score_rows(model, rows, token_bytes, batch_size, device)
-    if guard.versions(model) != state:
-        raise VoidScore("the model changed its parameters or buffers while it was scored")
-    targets = torch.from_numpy(last_rows[:, 1:].astype(np.int64))
-    counted = torch.from_numpy(token_bytes > 0)[targets]
-    drift = abs((found.nats * counted).sum() - nats[-n:].sum()).item() / counted.sum().item()
-    if not drift <= max(found.limit, found.eps / 2):
+    first = score_rows(model, last_rows, token_bytes, batch_size, device)
+    probe = Probe(model, len(token_bytes), cuts)
+    nats = score_rows(model, rows, token_bytes, batch_size, device, probe)
+    n_counted = int((token_bytes[last_rows[:, 1:]] > 0).sum())
+    drift = abs(first.sum() - nats[-n:].sum()).item() / n_counted
+    if not drift <= max(probe.limit, probe.eps / 2):
         raise VoidScore(
             f"the same rows scored twice differ by {drift:.3g} nats a token: "
             "the model keeps state between batches"
         )
-    return nats, found.noise
+    return nats, probe
 
 
-def validation(manifest: dict) -> tuple[np.ndarray, np.ndarray]:
-    """The validation rows, uint16 [N, T+1], and the byte length of every token."""
-    cache = settings().cache
-    rows = np.fromfile(checked(cache, manifest, "val_rows.bin"), np.uint16)
-    token_bytes = Tokenizer.from_directory(cache).token_bytes
-    return rows.reshape(-1, settings().seq_len + 1), token_bytes
+def sweep(model, rows: np.ndarray, vocab_size: int, batch_size: int, device, cuts) -> None:
+    """Probe all these cuts, with as many of the rows as that takes.
+
+    Raises:
+        VoidScore: the model sees what it must not.
+    """
+    probe = Probe(model, vocab_size, cuts)
+    while probe.cuts:
+        for x, _, n in batches(rows[: len(probe.cuts)], batch_size, device):
+            probe.check(x, ask(model, x, vocab_size), n)
+
+
+def in_memory(score, batch_size: int):
+    """(score(batch_size), batch_size), with smaller batches where memory runs out."""
+    while True:
+        try:
+            return score(batch_size), batch_size
+        except RuntimeError as error:
+            if batch_size == 1 or not is_out_of_memory(error):
+                raise
+        batch_size //= 2
+        print(f"evaluation: out of memory, trying batches of {batch_size}", file=sys.stderr)
+        torch.cuda.empty_cache()  # without CUDA this does nothing
+
+
+def bits_per_byte(nats: torch.Tensor, rows: np.ndarray, token_bytes: np.ndarray) -> float:
+    """From the nats of this rank's rows, and the rows of all ranks."""
+    return sum_over_ranks(nats.sum().item()) / (math.log(2) * int(token_bytes[rows[:, 1:]].sum()))
+
+
+@contextlib.contextmanager
+def evaluation_mode(model):
+    """No gradients, no dropout, and no change of the model within.
+
+    Raises:
+        VoidScore: the model changed its parameters or buffers.
+    """
+    training = model.training
+    state = guard.model_state(model)
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+    if guard.model_state(model) != state:
+        raise VoidScore("the model changed its parameters or buffers while it was scored")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What score_model found, the same on all ranks but for noise."""
+
+    val_bpb: float
+    holdout_bpb: float
+    nats: float  # of the validation rows
+    noise: float  # how much the logits of a repeat differ, 0 if that was not measured
+    swept: bool  # whether every position was probed
+
+
+def score_model(
+    model, rows: np.ndarray, holdout: np.ndarray, token_bytes: np.ndarray, batch_size: int
+) -> Scores:
+    """Score the validation rows, with the probe, and the held-out rows: uint16 [N, T+1] each.
+
+    Raises:
+        VoidScore: the model breaks a rule.
+    """
+    rank, world = ranks()
+    device = device_of(model)
+    n_cuts = max(PROBE_ROWS, ceil_div(len(rows), PROBE_SHARE))
+    seed = random.SystemRandom().getrandbits(48) if rank == 0 else 0  # no leak hides from all runs
+    cuts, other_cuts = draw_cuts(n_cuts, rows.shape[1] - 1, int(sum_over_ranks(seed)))
+    mine = rows[rank::world]
+
+    def score(batch_size: int):
+        part = cuts[rank::world]
+        return guarded_score(model, mine, token_bytes, batch_size, device, part)
+
+    def sweep_others(batch_size: int) -> None:
+        sweep(model, mine, len(token_bytes), batch_size, device, other_cuts[rank::world])
+
+    def score_holdout(batch_size: int) -> torch.Tensor:
+        return score_rows(model, holdout[rank::world], token_bytes, batch_size, device)
+
+    with evaluation_mode(model):
+        (nats, probe), batch_size = in_memory(score, batch_size)
+        bpb = bits_per_byte(nats, rows, token_bytes)
+        limit = read_setting("SWEEP_BELOW")
+        promising = limit is not None and bpb < limit  # the run may be kept: look everywhere
+        if promising:
+            _, batch_size = in_memory(sweep_others, batch_size)
+        holdout_nats, _ = in_memory(score_holdout, batch_size)
+    return Scores(
+        val_bpb=bpb,
+        holdout_bpb=bits_per_byte(holdout_nats, holdout, token_bytes),
+        nats=sum_over_ranks(nats.sum().item()),
+        noise=probe.noise,
+        swept=promising or not other_cuts,
+    )
+
+
+def read_rows(manifest: dict, name: str) -> np.ndarray:
+    """Held-out rows of the cache: uint16 [N, T+1]. The run is void if train.py reads them."""
+    path = checked(settings().cache, manifest, name)
+    return _fromfile(path, np.uint16).reshape(-1, settings().seq_len + 1)
+
+
+def device_of(model) -> torch.device:
+    """Where the model's first parameter or buffer is."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return get_device()
 
 
 def preview_bpb(model, batch_size: int) -> float:
-    """Bits per byte on every 16th validation row, for the curve of a long run.
+    """Bits per byte on rows that are never scored, for the curve of a long run.
 
-    The clock stands still meanwhile, and nothing is recorded.
+    The clock stands still meanwhile, nothing is recorded, and nothing is marked.
     """
     synchronize()
-    start_time = time.perf_counter()
-    state = guard.versions(model)
+    start_time = _now()
+    with guard.evaluating():
+        manifest = load_manifest(settings().cache)
+        bind_data(manifest)
+        rows = read_rows(manifest, "preview_rows.bin")
+        token_bytes = Tokenizer.from_directory().token_bytes
     rank, world = ranks()
-    rows, token_bytes = validation(load_manifest(settings().cache))
-    device = next(model.parameters()).device
-    model.eval()
-    with torch.no_grad():
-        mine = rows[16 * rank :: 16 * world]
-        nats = score_rows(model, mine, token_bytes, batch_size, device)
-    model.train()
-    if guard.versions(model) != state:
-        raise VoidScore("the model changed its parameters or buffers while it was scored")
-    n_bytes = int(token_bytes[rows[::16, 1:]].sum())
-    bpb = sum_over_ranks(nats.sum().item()) / (math.log(2) * n_bytes)
-    seconds = time.perf_counter() - start_time
-    _run.clock.started += seconds
-    _run.clock.paused += seconds
+    with evaluation_mode(model):
+        nats = score_rows(model, rows[rank::world], token_bytes, batch_size, device_of(model))
+    bpb = bits_per_byte(nats, rows, token_bytes)
+    if _run.clock is not None:
+        _run.clock.pause(_now() - start_time)
     return bpb
 
 
@@ -794,67 +820,81 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, facts: dict | Non
 
     Raises:
         VoidScore: the model uses future tokens or other rows, changes while it is scored, or
-            returns no proper logits.
-        UserError: the prepared data are missing or damaged.
+            returns no proper logits; or the run read held-out rows, or its data changed.
+        UserError: the prepared data are damaged.
     """
+    start_time = _now()
     if _run.clock is not None:
         _run.clock.stop()
-    spent = timing()
-    start_time = time.perf_counter()
-    if replaced := guard.replaced_functions(sys.modules[__name__]):
-        raise VoidScore(f"{replaced} is not the function of its file: it was replaced at run time")
-    manifest = load_manifest(settings().cache)
-    rows, token_bytes = validation(manifest)
-    nats, noise = _score_with_less_memory(model, rows, token_bytes, batch_size)
-    if noise:
-        note = f"logits repeat only to {noise:.2g}: smaller leaks are not seen"
-        spent["marks"] = "; ".join(filter(None, (spent["marks"], note)))
+    marks = training_marks(_run, model, settings().time_budget, STARTED, start_time)
+    check_run()
+    with guard.evaluating():
+        manifest = load_manifest(settings().cache)
+        bind_data(manifest)
+        rows = read_rows(manifest, "val_rows.bin")
+        holdout = read_rows(manifest, "holdout_rows.bin")
+        token_bytes = Tokenizer.from_directory().token_bytes
+    scores = score_model(model, rows, holdout, token_bytes, batch_size)
+    seconds = _now() - start_time
+    marks += scoring_marks(_run, seconds, rows.size + holdout.size, scores.noise)
     targets = rows[:, 1:]
-    n_bytes = int(token_bytes[targets].sum())
-    total = sum_over_ranks(nats.sum().item())
-    bpb = total / (math.log(2) * n_bytes)
-    device = next(model.parameters()).device
     record = (facts or {}) | {
         "run_id": os.environ.get("AUTORESEARCH_RUN_ID", ""),
-        "val_bpb": bpb,
-        "nats": total,
+        "val_bpb": scores.val_bpb,
+        "nats": scores.nats,
         "tokens": int((token_bytes[targets] > 0).sum()),
-        "bytes": n_bytes,
-        "data_id": data_id(manifest),
-        "seed": settings().seed,
-        "profile": settings().profile,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "seconds": round(time.perf_counter() - start_time, 2),
-        "budget": settings().time_budget,
-        **spent,
+        "bytes": int(token_bytes[targets].sum()),
+        "holdout_bpb": scores.holdout_bpb,
+        "swept": scores.swept,
+        "seconds": round(seconds, 2),
+        **describe_run(model, start_time),
+        "marks": "; ".join(marks),
     }
     if ranks()[0] == 0 and (folder := os.environ.get("AUTORESEARCH_RUN_DIR")):
         with open(Path(folder, "eval.jsonl"), "a") as file:
             file.write(json.dumps(record) + "\n")
-    return bpb
+    return scores.val_bpb
 
 
-def _score_with_less_memory(
-    model, rows: np.ndarray, token_bytes: np.ndarray, batch_size: int
-) -> tuple[torch.Tensor, float]:
-    """guarded_score of this rank's rows, in evaluation mode, with smaller batches where needed."""
-    rank, world = ranks()
-    device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            while True:
-                try:
-                    return guarded_score(model, rows[rank::world], token_bytes, batch_size, device)
-                except RuntimeError as error:
-                    if batch_size == 1 or not is_out_of_memory(error):
-                        raise
-                batch_size //= 2
-                print(f"evaluation: out of memory, trying batches of {batch_size}", file=sys.stderr)
-                torch.cuda.empty_cache()  # without CUDA this does nothing
-    finally:
-        model.train(training)
+def check_run() -> None:
+    """Refuse a run whose evaluator is not the one of its file, or that read what is scored.
+
+    Raises:
+        VoidScore: with the function or the file.
+    """
+    names = ("common", "fixed", "guard", "marks", "probe", "settings")
+    own = [sys.modules[f"harness.{name}"] for name in names]
+    if replaced := guard.replaced_functions(sys.modules[__name__], *own):
+        raise VoidScore(f"{replaced} is not the function of its file: it was replaced at run time")
+    if _cross_entropy.__code__.co_filename != torch.nn.functional.__file__:
+        raise VoidScore("torch's cross_entropy was replaced before prepare.py was imported")
+    if names := guard.held_out_reads():
+        raise VoidScore(
+            f"the run read {' and '.join(names)}: only evaluate_bpb may. "
+            "hint: train on the batches of make_dataloader, nothing else"
+        )
+
+
+def describe_run(model, end: float) -> dict:
+    """What the record says of the run besides its score. end: _now() before the evaluation."""
+    clock = _run.clock
+    device = device_of(model)
+    return {
+        "data_id": _run.data_id,
+        "seed": settings().seed,
+        "profile": settings().profile,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "budget": settings().time_budget,
+        "training_seconds": clock.training_seconds if clock else None,
+        "outside_seconds": round(end - STARTED - _run.trained_here(), 1),
+        "warmup_seconds": round(clock.warmup_seconds, 1) if clock else None,
+        "untimed_steps": _run.untimed_steps,
+        "untimed_batches": _run.untimed_batches,
+        "eval_version": EVAL_VERSION,
+        "fixed": fixed_hash(Path(__file__).resolve().parent),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ def say(text: str) -> None:
     print(f"autoresearch: {text}", file=sys.stderr, flush=True)
 
 
+class VoidScore(Exception):
+    """The model or the run breaks a rule of the evaluation: there is no score."""
+
+
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return (a + b - 1) // b

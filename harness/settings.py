@@ -48,6 +48,8 @@ SETTINGS = {
     "TIME_BUDGET": Setting(float, 0.1, 30 * 86400, "a number of seconds from 0.1 to 30 days"),
     "SEED": Setting(int, 0, 2**32 - 1, "a whole number from 0 to 4294967295"),
     "HARD_LIMIT": Setting(float, 1, 31 * 86400, "a number of seconds from 1 to 31 days"),
+    # A score below it may be kept: then the evaluator looks for leaks at all positions.
+    "SWEEP_BELOW": Setting(float, 0, 1e6, "a score in bits per byte"),
     "RANKS": Setting(int, 1, 1024, "a number of processes from 1 to 1024"),
 }
 

@@ -16,13 +16,16 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, clean_environment
 
 import prepare
-from harness.common import file_hash
+from harness import guard
+from harness.common import file_hash, write_atomic
+from harness.documents import save_tokenizer, train_tokenizer
 
 # A job in the background ignores Ctrl-C, and so would its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -245,3 +248,59 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Every file's bytes by name, except unfinished ones and locks."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.name: path.read_bytes() for path in files if path.suffix not in (".part", ".lock")}
+
+
+@dataclass
+class ScoredCache:
+    """A small prepared cache with held-out rows of a real tokenizer, and the records of scores."""
+
+    folder: Path
+    tokenizer: prepare.Tokenizer
+    rows: np.ndarray  # uint16 [150, 33], as the others but for their number
+    holdout: np.ndarray
+    preview: np.ndarray
+    data_id: str
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        return self.tokenizer.token_bytes
+
+    def begin_run(self) -> None:
+        """What was read until now does not count."""
+        guard.watch(self.folder, ROOT)
+
+    def records(self) -> list[dict]:
+        path = self.folder / "eval.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def record(self) -> dict:
+        return self.records()[-1]
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer() -> prepare.Tokenizer:
+    """300 tokens."""
+    return train_tokenizer([Path(__file__).read_text() + "\u00e9\u4e2d"], 300)
+
+
+@pytest.fixture
+def scored_cache(tmp_path, monkeypatch, use_settings, small_tokenizer) -> ScoredCache:
+    """150 validation rows of 32 tokens; a target of no bytes is in every row."""
+    monkeypatch.setattr(guard, "UNSEEN_READERS", ())  # the tests themselves import pyarrow
+    folder = use_settings(tmp_path / "cache", seq_len=32)
+    save_tokenizer(small_tokenizer, folder / "tokenizer.json")
+    rows = np.random.default_rng(0).integers(0, 300, (150 + 38 + 10, 33)).astype(np.uint16)
+    rows[:, [0, 7]] = small_tokenizer.get_bos_token_id()
+    sets = dict(zip(guard.ROW_FILES, np.split(rows, [150, 188]), strict=True))
+    for name, part in sets.items():
+        write_atomic(folder / name, part.tobytes())
+    paths = [folder / name for name in ("tokenizer.json", *sets)]
+    files = {path.name: [path.stat().st_size, file_hash(path)] for path in paths}
+    manifest = {"settings": {}, "files": files, "train": [], "total": {"documents": 0}}
+    manifest["data_id"] = prepare.data_id(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setenv("AUTORESEARCH_RUN_DIR", str(folder))
+    monkeypatch.setenv("AUTORESEARCH_RUN_ID", "run-7")
+    cache = ScoredCache(folder, small_tokenizer, *sets.values(), manifest["data_id"])
+    cache.begin_run()
+    return cache
