@@ -118,3 +118,33 @@ def test_a_part_is_not_started_when_no_time_is_left(drill_script, tmp_path):
     assert late.code == 0
     assert late.parts["works"]["state"] == "skipped"
     assert late.parts["works"]["error"] == "no time left"
+
+
+# What each part must have noted on a CPU
+KEYS = {
+    "versions": {"python", "torch", "kernels", "driver", "cuda", "device", "precision"},
+    "data": {"tokens", "documents", "fa3"},
+    "full": {"compile_and_two_steps_seconds", "tokens_per_second", "mfu_percent", "val_bpb"},
+    "memory": {"rows_wanted", "rows_at_once", "peak_gib"},
+    "profile": {"step_ms", "step_ms_without_loader", "by_kernel"},
+    "resume": {"steps_done_twice", "largest_difference_of_loss", "checkpoint_gib"},
+    "plain": {"trial", "speed"},
+    "float16": {"first_loss", "last_loss", "loss_scale"},
+}
+
+
+@pytest.mark.slow
+def test_the_session_on_a_cpu(tmp_path):
+    names = [*KEYS, "flash"]
+    session = run_session(["tests/gpu_session.py", "--only", *names], tmp_path)
+    assert session.code == 0
+    errors = {name: part["log"] for name, part in session.parts.items() if part["log"]}
+    assert not errors
+    assert session.parts["flash"]["error"] == "needs an NVIDIA GPU"
+    for name, keys in KEYS.items():
+        assert session.parts[name]["state"] == "ok"
+        assert keys <= set(session.parts[name]["values"])
+    full = session.parts["full"]["values"]
+    assert full["last_loss"] < full["first_loss"]
+    assert session.parts["resume"]["values"]["steps_done_twice"]
+    assert [row["window"] for row in session.parts["plain"]["values"]["speed"]] == [32, 256]
