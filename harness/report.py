@@ -100,15 +100,16 @@ def with_repeats(root: Path, rows: Sequence[dict]) -> list[dict]:
     Later repeats of a train.py, for the noise or against a candidate, belong to its first row.
     """
     path = root / ".autoresearch" / "scores.jsonl"
+    keys = {repr(comparison_key(row)): comparison_key(row) for row in rows}
     scores: dict[tuple, list[float]] = {}
-    for key in {comparison_key(row) for row in rows}:
+    for name, key in keys.items():
         for entry in read_scores(path, [], key):
             if not entry.get("disturbed"):
-                scores.setdefault((key, entry.get("code")), []).append(entry["score"])
+                scores.setdefault((name, str(entry.get("code"))), []).append(entry["score"])
     found = []
     for row in rows:
         own = row.get("repeats") if isinstance(row.get("repeats"), list) else []
-        repeats = scores.pop((comparison_key(row), row.get("code")), own)
+        repeats = scores.pop((repr(comparison_key(row)), str(row.get("code"))), own)
         found.append(row | {"repeats": repeats if len(repeats) > 1 else []})
     return found
 

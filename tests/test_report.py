@@ -188,6 +188,7 @@ def test_foreign_rows_are_drawn_without_a_traceback(session):
     rows = make_rows(5)
     rows[1] |= {"metrics": None, "seconds": "12", "floor": "0.1", "repeats": 7, "asi": "text"}
     rows[2] |= {"timestamp": 1e300, "holdout_bpb": [], "parent_metric": {}, "marks": ["x"]}
+    rows[2] |= {"data_id": ["x"], "code": {}}
     rows[3] = {"run": 4, "metric": 1.4}
     session.write(rows)
     assert (session.root / "progress.png").read_bytes()[:4] == b"\x89PNG"
