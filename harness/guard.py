@@ -18,7 +18,7 @@ import torch
 # ---- files ----
 
 ROW_FILES = ("val_rows.bin", "holdout_rows.bin", "preview_rows.bin")
-HELD_OUT = (*ROW_FILES, "val_keys.bin")
+HELD_OUT = (*ROW_FILES, "held_out_hashes.bin")
 SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 SOURCES = (".py", ".toml", ".md", ".sh", ".cfg", ".ini", ".yaml", ".yml")
 # Modules through which a program reads files or the network. Whoever calls them is the reader.
