@@ -145,7 +145,7 @@ def test_the_newest_suitable_python_is_taken(machine):
 def test_without_a_suitable_python_it_says_which_are(machine):
     machine.install("python3", suitable=False)
     done = machine.run()
-    assert done.returncode == 2 and "no Python 3.10 to 3.14 with venv on PATH" in done.stderr
+    assert done.returncode == 2 and "no Python 3.10 to 3.14 with pip on PATH" in done.stderr
 
 
 def test_every_pin_is_installed_whatever_its_name(machine):
