@@ -30,7 +30,7 @@ build() { # .venv with the pinned dependencies
     UV_PROJECT_ENVIRONMENT=.venv uv sync --quiet >&2
     return
   fi
-  base=$(newest_python) || refuse "no Python 3.10 to 3.14 with pip on PATH. hint: install one, or uv"
+  base=$(newest_python) || refuse "no Python 3.10 to 3.14 with pip on PATH. hint: install one or uv"
   rm -rf .venv && "$base" -m venv .venv || return
   .venv/bin/python - >.venv/requirements.txt <<'END' || return
 try:
