@@ -74,7 +74,7 @@ def measure_noise(
         return scores
     minutes = missing * number(row["seconds"]) / 60
     say(
-        f"measuring the noise first: {missing} more runs of {row['commit']}, about {minutes:.0f} "
+        f"measuring the noise: {missing} more runs of {row['commit']}, about {minutes:.0f} "
         "minutes; each counts, also after an interruption"
     )
     for _ in range(missing + DISTURBED):
@@ -89,7 +89,7 @@ def measure_noise(
         repeat(workspace, session, row["commit_id"], len(scores), gpu)
 
     def with_repeats(found: dict) -> dict:
-        return found | {"repeats": scores}
+        return found | {"repeats": scores} if found.get("id") == row["id"] else found
 
     with workspace.lock():
         change_row(workspace.log, row["run"], with_repeats)

@@ -39,11 +39,14 @@ class Session:
 
     @classmethod
     def of(cls, rows: list[dict]) -> "Session | None":
-        """The present session of a log; None if there is none, or if another tool began it."""
+        """The present session of a log.
+
+        None if there is none, or if another tool or an older version began it: then it is not
+        known what its scores can be compared with.
+        """
         first = next(iter(kept(current(rows))), None)
-        if first is None or not first.get("data_id") or not first.get("budget"):
-            return None
-        return cls(first)
+        needed = ("data_id", "budget", "code")
+        return cls(first) if first and all(first.get(name) for name in needed) else None
 
     @property
     def key(self) -> tuple:

@@ -52,10 +52,19 @@ class Workspace:
         """Add a row to the log, see harness.log.append_row."""
         return append_row(self.log, row, new_segment, self.state / "torn.txt")
 
+    def make_state(self) -> None:
+        """Make the folder of the state. Raises UserError if that is impossible."""
+        try:
+            self.state.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot write to the checkout: {error}. hint: make it writable, or copy it"
+            ) from None
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """One process at a time. Ctrl-C waits until the block has ended, then raises."""
-        self.state.mkdir(exist_ok=True)
+        self.make_state()
         with FileLock(self.state / "lock"):
             received = []
 
@@ -76,7 +85,7 @@ class Workspace:
     @contextlib.contextmanager
     def only_one(self, name: str, message: str) -> Iterator[None]:
         """One process at a time for a piece of work that takes long; says so when it waits."""
-        self.state.mkdir(exist_ok=True)
+        self.make_state()
         lock = FileLock(self.state / f"{name}.lock")
         try:
             lock.acquire(timeout=0)

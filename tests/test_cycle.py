@@ -413,6 +413,13 @@ def test_without_git_it_says_so_and_status_still_works(based):
     assert score_in(based.train.read_text()) == 0.9
 
 
+def test_a_checkout_that_cannot_be_written_is_named(lab):
+    (lab.root / ".autoresearch").touch()  # stands for a read-only checkout, also for root
+    lab.edit(0.9)
+    assert "cannot write to the checkout" in lab.attempt("nowhere", code=2)
+    assert "no scored run yet" in lab.call("status").out
+
+
 def test_refuses_a_bad_note_and_an_empty_description(based):
     based.edit(0.9)
     assert "hint: --asi" in based.attempt("x", "--asi", "[1]", code=2)

@@ -171,6 +171,54 @@ def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, v
     assert kills >= 20
 
 
+def code_is_safe(lab, score) -> bool:
+    """Whether train.py, or a candidate that is still reachable, has this score."""
+    if score_in(lab.train.read_text()) == score:
+        return True
+    refs = lab.git("for-each-ref", "--format=%(refname)", "refs/autoresearch/runs").split()
+    return any(lab.score_at(ref) == score for ref in refs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1, 2])
+def test_kill_9_of_the_starter_of_a_detached_run_loses_nothing(based, tmp_path, first):
+    killer = tmp_path / "killer.py"
+    killer.write_text(KILLER)
+    kills, score = 0, 1.1
+    for n in range(first, 400, 4):
+        score = round(score + 0.001, 4)
+        based.edit(score)
+        command = (*QUICK_TRY, f"kill {n}", "--detach")
+        done = finished(based.start(*command, script=(str(killer),), KILL_BEFORE=str(n)))
+        kills += done.code == -signal.SIGKILL
+        based.call("wait", "--timeout", "60", code=None)
+        based.call("status")
+        assert not list(based.runs.glob("open-*")) and code_is_safe(based, score)
+        if done.code == 0:
+            break
+        based.git("checkout", "-q", "train.py")
+    assert kills >= 5
+
+
+@pytest.mark.slow
+def test_kill_9_during_the_first_try_of_a_session_loses_nothing(tmp_path):
+    killer = tmp_path / "killer.py"
+    killer.write_text(KILLER)
+    command = ("try", "--once", "--repeats", "2", "first")
+    kills = 0
+    for n in range(3, 400, 9):
+        lab = Lab(tmp_path / f"repo{n}")
+        lab.edit(0.9)
+        done = finished(lab.start(*command, script=(str(killer),), KILL_BEFORE=str(n)))
+        kills += done.code == -signal.SIGKILL
+        lab.call("status")
+        assert not list(lab.runs.glob("open-*")) and code_is_safe(lab, 0.9)
+        assert not lab.living()
+        if done.code == 0:
+            break
+    assert kills >= 5
+
+
 @pytest.mark.slow
 def test_status_works_while_a_run_that_was_cut_off_cannot_be_finished(based, tmp_path):
     killed(based.hold(1.1, tmp_path / "gate"))

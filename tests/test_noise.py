@@ -41,7 +41,7 @@ def based(lab):
 def test_the_first_try_measures_the_noise_before_its_idea(lab):
     lab.edit(0.9)
     out = lab.attempt("clearly better")
-    assert "measuring the noise first: 4 more runs" in out and "minutes" in out
+    assert "measuring the noise: 4 more runs" in out and "minutes" in out
     kinds = [entry["kind"] for entry in lab.scores()[:6]]
     assert kinds == ["baseline", *["repeat"] * 4, "run"]
     assert [entry["seed"] for entry in lab.scores()[:6]] == [*range(1337, 1342), 1337]

@@ -121,6 +121,15 @@ def test_best_and_code_agree_after_a_simplification(based):
     assert "best     0.900000 (run 3): shorter" in based.call("status").out
 
 
+def test_no_output_shows_the_score_on_the_hold_out_text(lab):
+    lab.edit(1.0, "record['holdout_bpb'] = 0.777777")
+    lab.git("commit", "-qam", "with a hold-out score")
+    shown = lab.attempt("baseline")
+    lab.edit(0.9, "record['holdout_bpb'] = 0.777778")
+    shown += lab.attempt("better") + lab.call("status").text + lab.call("resume").text
+    assert lab.column("holdout_bpb") == [0.777777, 0.777778] and "0.77777" not in shown
+
+
 # ---- note, curve ----
 
 
