@@ -78,7 +78,8 @@ class Saver:
         """Continue the run of a checkpoint: "newest" (the newest one that fits) or its path.
 
         Raises:
-            UserError: no checkpoint fits, with the reason for each; or its run has finished.
+            UserError: no checkpoint fits, with the reason for each; its run has finished; the code
+            of the model was edited.
         """
         if wanted == "newest":
             paths = sorted(FOLDER.glob("*/*.pt"), reverse=True)
@@ -107,8 +108,15 @@ class Saver:
             )
         if state["source"] != self.source:
             print("resumed    train.py was edited since, its knobs are the same", flush=True)
-        for name, part in parts_of(run).items():
-            part.load_state_dict(state["parts"][name])
+        try:
+            for name, part in parts_of(run).items():
+                part.load_state_dict(state["parts"][name])
+        except (RuntimeError, ValueError, KeyError) as error:  # other names, shapes or groups
+            text = str(error).strip().replace("\n", " ")[:300]
+            raise UserError(
+                f"{path} does not fit the model of this train.py: {text}. "
+                "hint: put train.py back as it was, or start again without --resume"
+            ) from None
         torch.set_rng_state(state["random"].cpu())
         run.step = state["step"]
         run.elapsed = state["elapsed"]

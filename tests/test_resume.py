@@ -190,6 +190,20 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(few_rows, tmp_path):
     assert result.record
 
 
+def test_a_checkpoint_of_other_code_with_the_same_knobs_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "load_manifest", lambda cache: {"data_id": "0123456789ab"})
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    part, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 4)
+    run = SimpleNamespace(step=1, elapsed=2.0, model=part, optimizer=part, scaler=scaler, log=part)
+    saver = checkpoint.Saver(train, enabled=True)
+    saver.save(run)
+    run.model = other
+    run.device = torch.device("cpu")
+    with pytest.raises(prepare.UserError, match="does not fit the model of this train.py.*hint"):
+        saver.resume(run, "newest")
+
+
 def test_a_checkpoint_larger_than_the_disk_is_removed(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "load_manifest", lambda cache: {"data_id": "0123456789ab"})
