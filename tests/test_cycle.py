@@ -7,7 +7,7 @@ import pytest
 
 from harness.session import CLOCKLESS, LIMIT_OF_CHECK, OUTSIDE_CLOCK
 from tests.helpers import ROOT
-from tests.lab import Lab, finished, score_in
+from tests.lab import QUICK_TRY, Lab, finished, score_in
 
 EVIL = 'quotes \' " `id`\n\ttab $(touch pwned) \\ # é <script> --amend\n{"run": 9}'
 
@@ -601,13 +601,14 @@ def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, prepared):
     for name in ("prepare.py", "train.py"):
         shutil.copy(ROOT / name, lab.root / name)
     lab.git("commit", "-qam", "the real ones")
-    lab.attempt(
-        "baseline",
-        AUTORESEARCH_TIME_BUDGET="5",
-        AUTORESEARCH_HARD_LIMIT="900",
-        AUTORESEARCH_PROFILE="tiny",
-        AUTORESEARCH_CACHE=prepared["AUTORESEARCH_CACHE"],
-    )
+    settings = {
+        "AUTORESEARCH_TIME_BUDGET": "5",
+        "AUTORESEARCH_HARD_LIMIT": "900",
+        "AUTORESEARCH_PROFILE": "tiny",
+        "AUTORESEARCH_CACHE": prepared["AUTORESEARCH_CACHE"],
+    }
+    done = finished(lab.start(*QUICK_TRY, "baseline", **settings), seconds=1200)
+    assert done.code == 0, done.text
     row = lab.rows()[0]
     assert row["status"] == "keep" and row["data_id"] and row["metrics"]["num_steps"] > 0
     assert (lab.runs / f"1-{row['commit']}" / "steps.jsonl").exists()
