@@ -17,6 +17,7 @@ import math
 import os
 import random
 import re
+import runpy
 import sys
 import time
 from bisect import bisect_left, insort
@@ -898,8 +899,7 @@ def describe_run(model, end: float) -> dict:
 
 
 if __name__ == "__main__":
-    # harness.data imports this module: without the alias it would get a second copy.
+    # The command line is harness.data, run as a program. It imports this module by its name, and
+    # the alias saves it from loading a second copy.
     sys.modules["prepare"] = sys.modules["__main__"]
-    from harness.data import main
-
-    main()
+    runpy.run_module("harness.data", run_name="__main__")

@@ -152,3 +152,7 @@ def main(*arguments, **replaced) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
