@@ -47,7 +47,7 @@ def make_baseline(
                 if result.marks:
                     say(f"the baseline is marked: {result.marks}; runs with the same mark count")
                 row = finish(run, status="keep", reason="baseline", parent_metric=None)
-                run.record["key"] = list(Session(row).key)
+                run.record["comparison"] = list(Session(row).comparison)
                 record_score(run)
                 return Session(row)
             run.close(f"failed-baseline-{run.id}")
@@ -107,7 +107,9 @@ def repeat(
     seed = (session.seed + count) % SEEDS
     with workspace.lock():
         words = f"{commit[:7]} on seed {seed}"
-        run = Run.open(workspace, "probe", words, commit=commit, key=list(session.key))
+        run = Run.open(
+            workspace, "probe", words, commit=commit, comparison=list(session.comparison)
+        )
     result = measure_extra(run, commit, session, seed, gpu)
     with workspace.lock():
         run.close(f"seed-{seed}-{commit[:7]}-{run.id}")

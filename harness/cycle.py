@@ -20,7 +20,7 @@ def work(run: Run) -> dict:
             run.enter("measuring the baseline")
             session = begin_session(run, options["new_session"])
             measure_noise(workspace, session.baseline, options["repeats"], options["gpu"], run)
-            run.save(key=list(session.key), begun=True)
+            run.save(comparison=list(session.comparison), begun=True)
             run.enter("measuring", 1)
             seed = next_seed(run, session) if options["confirms"] else None
             result = measure_fairly(run, run.record["commit"], session, seed, options["gpu"])

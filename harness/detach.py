@@ -13,9 +13,9 @@ from harness.overview import (
     COMMAND,
     find_finished,
     find_open,
-    look,
     newest_run,
     print_verdict,
+    recovered_rows,
     under_way,
 )
 from harness.series import print_series, work_series
@@ -96,7 +96,7 @@ def wait_command(args: argparse.Namespace) -> int:
     """Wait for the verdict of a run and print it. Interrupting this does not touch the run."""
     workspace = Workspace(args.root)
     end = time.monotonic() + args.timeout
-    rows = look(workspace)
+    rows = recovered_rows(workspace)
     name = args.run or newest_run(workspace, rows)
     if folder := find_open(workspace, name):
         say(under_way(workspace, Run(workspace, folder)))
@@ -107,7 +107,7 @@ def wait_command(args: argparse.Namespace) -> int:
                 print(f"still running. next: {COMMAND} wait {name}")
                 return STILL_RUNNING
         sleep_until_gone(folder, min(LOOK_INTERVAL, end + INTERVAL - time.monotonic()))
-        rows = look(workspace)
+        rows = recovered_rows(workspace)
     return print_result(workspace, rows, name)
 
 

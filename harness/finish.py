@@ -1,7 +1,8 @@
 """From a decision to its row, its commit and train.py: every step may be repeated after a kill.
 
-The decision is in the run's record before anything is done. `settle` then does what is missing: the
-commit on the branch (for a keep), the row, train.py in the checkout, the folder's final name.
+The decision is in the run's record before anything is done. `apply_decision` then does what is
+missing: the commit on the branch (for a keep), the row, train.py in the checkout, the folder's
+final name.
 """
 
 import contextlib
@@ -57,10 +58,10 @@ def finish(run: Run, **decision) -> dict:
     """
     run.make_room()
     run.save(decision=decision)
-    return settle(run)
+    return apply_decision(run)
 
 
-def settle(run: Run) -> dict:
+def apply_decision(run: Run) -> dict:
     """Do what is missing of a decided run; returns its row. The caller holds the lock."""
     workspace = run.workspace
     rows = workspace.rows()
@@ -160,7 +161,7 @@ def recover_run(run: Run, detail: str = "interrupted") -> None:
     """Finish a run that ended halfway, from any point of it. The caller holds the lock."""
     workspace, record = run.workspace, run.record
     if row_of(workspace.rows(), run) or record.get("decision"):
-        settle(run)
+        apply_decision(run)
     elif record["kind"] != "candidate":
         if record.get("result"):
             record_score(run)

@@ -171,7 +171,7 @@ def record_score(run: Run) -> None:
     Recorded twice, after a kill, it counts once: the ids are equal.
     """
     result = Result(**run.record["result"])
-    if result.status not in ("scored", "disturbed") or not run.record.get("key"):
+    if result.status not in ("scored", "disturbed") or not run.record.get("comparison"):
         return
     kinds = {"candidate": "run", "baseline": "baseline", "probe": "repeat"}
     entry = {
@@ -184,7 +184,7 @@ def record_score(run: Run) -> None:
         "steps": result.metrics.get("num_steps"),
         "seconds": result.seconds,
         "timestamp": time.time_ns() // 1_000_000,
-        "key": run.record["key"],
+        "comparison": run.record["comparison"],
         "load": telemetry(result),
     }
     if result.status == "disturbed":

@@ -26,7 +26,7 @@ IN_A_ROW = 3  # ideas that were not kept, before the advice to change the direct
 MIN_ID = 4  # characters of an id that a command accepts
 
 
-def look(workspace: Workspace) -> list[dict]:
+def recovered_rows(workspace: Workspace) -> list[dict]:
     """Finish what killed commands left, and read the log. Where that fails, it says so."""
     if workspace.repository.git_or_none("rev-parse", "-q", "--verify", "HEAD") is not None:
         try:

@@ -27,7 +27,7 @@ class Scores:
     def of(cls, workspace: Workspace, rows: list[dict]) -> "Scores":
         """The scores of the present session, none without one."""
         session = Session.of(rows)
-        return cls(read_scores(workspace.scores, rows, session.key) if session else [])
+        return cls(read_scores(workspace.scores, rows, session.comparison) if session else [])
 
     def of_code(self, code: str | None) -> list[float]:
         """The scores of one train.py, in the order in which they were measured."""
@@ -47,8 +47,8 @@ class Scores:
         return pooled_spread([self.of_code(code) for code in sorted(codes)])
 
 
-def read_scores(path: Path, rows: list[dict], key: tuple) -> list[dict]:
-    """All scores that can be compared under this key, from the file and from the log's rows.
+def read_scores(path: Path, rows: list[dict], comparison: tuple) -> list[dict]:
+    """All scores with this comparison_key, from the file and from the log's rows.
 
     Each has id, code (object id of train.py), commit, kind, score, seed and steps. A run that is in
     both counts once.
@@ -56,13 +56,15 @@ def read_scores(path: Path, rows: list[dict], key: tuple) -> list[dict]:
     found = {}
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
     for line in lines:
-        with contextlib.suppress(ValueError, KeyError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = strict_json(line)
-            if tuple(entry["key"]) == key and number(entry["score"]) > 0:
+            same = tuple(entry["comparison"]) == comparison
+            if same and entry["code"] and number(entry["score"]) > 0:
                 found[entry["id"]] = entry
     for row in rows:
         judged = row["status"] in ("keep", "discard") and row["reason"] != "marked"
-        if judged and row["metric"] > 0 and row.get("code") and comparison_key(row) == key:
+        same = comparison_key(row) == comparison
+        if judged and same and row["metric"] > 0 and row.get("code"):
             found.setdefault(row["id"], score_of_row(row))
     return list(found.values())
 

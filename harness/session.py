@@ -18,7 +18,7 @@ CLOCKLESS = "the clock of prepare.py was not used"
 OUTSIDE_CLOCK = "outside the clock"  # ends of the marks that follow from it
 # A mark that names a limit of the evaluator's check and no fault of the run.
 LIMIT_OF_CHECK = "logits repeat only to"
-# setting, key of a row, key of the settings that prepare.py resolved
+# setting, its name in a row, its name in what prepare.py resolved
 SETTINGS = (
     ("TIME_BUDGET", "budget", "time_budget"),
     ("SEED", "seed", "seed"),
@@ -49,7 +49,7 @@ class Session:
         return cls(first) if first and all(first.get(name) for name in needed) else None
 
     @property
-    def key(self) -> tuple:
+    def comparison(self) -> tuple:
         """What makes two scores comparable."""
         return comparison_key(self.baseline)
 
@@ -65,7 +65,7 @@ class Session:
 
     def environment(self) -> dict[str, str]:
         """The variables AUTORESEARCH_* that give a run the settings of this session."""
-        values = {name: self.baseline.get(key) for name, key, _ in SETTINGS}
+        values = {name: self.baseline.get(column) for name, column, _ in SETTINGS}
         return {
             f"AUTORESEARCH_{name}": str(value)
             for name, value in values.items()
@@ -75,8 +75,8 @@ class Session:
     def conflicts(self, root: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
         """Variables that are set to another value than the session has, as texts."""
         found = []
-        for name, key, _ in SETTINGS:
-            value, ours = read_setting(name, environment), self.baseline.get(key)
+        for name, column, _ in SETTINGS:
+            value, ours = read_setting(name, environment), self.baseline.get(column)
             if value is None or ours is None or value == ours:
                 continue
             if name == "DATA" and (root / Path(value).expanduser()).resolve() == Path(ours):
@@ -86,7 +86,7 @@ class Session:
 
     def check(self, settings: Mapping) -> None:
         """Raise OtherSettings unless the settings that prepare.py resolved are the session's."""
-        wanted = {resolved: self.baseline.get(key) for _, key, resolved in SETTINGS}
+        wanted = {resolved: self.baseline.get(column) for _, column, resolved in SETTINGS}
         wanted |= {name: self.baseline.get(name) for name in ("data_id", "fixed")}
         wanted["device"] = self.baseline.get("device_type")
         del wanted["seed"]  # repeats have seeds of their own

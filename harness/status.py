@@ -12,8 +12,8 @@ from harness.log import change_row, current, strict_json
 from harness.overview import (
     COMMAND,
     find_row,
-    look,
     main_folders,
+    recovered_rows,
     row_line,
     summary,
     under_way,
@@ -51,7 +51,7 @@ def add_parser(commands) -> None:
 def status_command(args: argparse.Namespace) -> int:
     """Print the summary, the last five rows and what is under way."""
     workspace = Workspace(args.root)
-    rows = look(workspace)
+    rows = recovered_rows(workspace)
     print(*summary(workspace, rows), *map(row_line, rows[-5:]), sep="\n")
     for folder in main_folders(workspace):
         print(under_way(workspace, Run(workspace, folder)))
@@ -61,7 +61,7 @@ def status_command(args: argparse.Namespace) -> int:
 def resume_command(args: argparse.Namespace) -> int:
     """All that an agent without memory needs, in under 4,000 characters."""
     workspace = Workspace(args.root)
-    rows = look(workspace)
+    rows = recovered_rows(workspace)
     branch = workspace.repository.branch_name()
     head = [
         "GOAL  lower val_bpb (bits per byte) within the fixed time budget. Rules: program.md.",
@@ -139,7 +139,7 @@ def check_fixed_files(workspace: Workspace) -> str:
 def check_command(args: argparse.Namespace) -> int:
     """The checks that `try` begins with; exit code 0 only if it would start."""
     workspace = Workspace(args.root)
-    look(workspace)
+    recovered_rows(workspace)
     code = 0
     checks = {
         "python": check_python,
@@ -169,7 +169,7 @@ def note_command(args: argparse.Namespace) -> int:
     text = args.text.encode(errors="replace").decode().strip()
     if not text:
         raise UserError("the note is empty")
-    look(workspace)
+    recovered_rows(workspace)
     with workspace.lock():
         row = find_row(workspace.rows(), args.run)
 
@@ -194,7 +194,7 @@ def with_note(row: dict, text: str) -> dict:
 def curve_command(args: argparse.Namespace) -> int:
     """Print the training loss of a run as a chart of lines."""
     workspace = Workspace(args.root)
-    row = find_row(look(workspace), args.run)
+    row = find_row(recovered_rows(workspace), args.run)
     points = read_curve(workspace.folder_of(row) / "steps.jsonl")
     if not points:
         raise UserError(f"run {row['run']} left no steps. hint: its folder may have been deleted")
