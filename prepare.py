@@ -273,9 +273,7 @@ class Tokenizer:
     def from_directory(cls, directory: str | Path | None = None) -> "Tokenizer":
         """The tokenizer of a prepared cache, by default the one of these settings."""
         folder = Path(directory or settings().cache)
-        manifest = load_manifest(folder)
-        if directory is None:
-            bind_data(manifest)
+        manifest = load_manifest(folder) if directory else run_manifest()
         return cls.load(checked(folder, manifest, "tokenizer.json"))
 
     @classmethod
@@ -387,8 +385,7 @@ def make_dataloader(
             "hint: evaluate_bpb scores the validation rows"
         )
     cache = settings().cache
-    manifest = load_manifest(cache)
-    bind_data(manifest)
+    manifest = run_manifest()
     with accounted_time():
         paths = [checked(cache, manifest, name) for name in manifest["train"]]
     shards = [np.memmap(path, np.uint16, mode="r") for path in paths]
@@ -451,19 +448,26 @@ def accounted_time():
         _run.accounted_seconds += _now() - start_time
 
 
-def bind_data(manifest: dict) -> None:
-    """This run uses the prepared data of this manifest, from its first use to its score.
+def run_manifest() -> dict:
+    """The manifest of this run's data: those of its first use, up to its score.
 
     Raises:
-        VoidScore: it began with other data.
+        UserError: the data are not prepared.
+        VoidScore: they changed since their first use.
     """
+    changed = "the prepared data changed during the run"
+    hint = "hint: prepare other data while nothing is training"
+    try:
+        manifest = load_manifest(settings().cache)
+    except UserError as error:
+        if _run.data_id:
+            raise VoidScore(f"{changed}: {error}. {hint}") from None
+        raise
     found = data_id(manifest)
     _run.data_id = _run.data_id or found
     if found != _run.data_id:
-        raise VoidScore(
-            f"the prepared data changed during the run: it began with data_id {_run.data_id}, "
-            f"now there is {found}. hint: prepare other data while nothing is training"
-        )
+        raise VoidScore(f"{changed}: data_id {_run.data_id} became {found}. {hint}")
+    return manifest
 
 
 @functools.cache
@@ -797,8 +801,7 @@ def preview_bpb(model, batch_size: int) -> float:
     synchronize()
     start_time = _now()
     with guard.evaluating():
-        manifest = load_manifest(settings().cache)
-        bind_data(manifest)
+        manifest = run_manifest()
         rows = read_rows(manifest, "preview_rows.bin")
         token_bytes = Tokenizer.from_directory().token_bytes
     rank, world = ranks()
@@ -830,8 +833,7 @@ def evaluate_bpb(model, tokenizer: Tokenizer, batch_size: int, facts: dict | Non
     marks = training_marks(_run, model, settings().time_budget, STARTED, start_time)
     check_run()
     with guard.evaluating():
-        manifest = load_manifest(settings().cache)
-        bind_data(manifest)
+        manifest = run_manifest()
         rows = read_rows(manifest, "val_rows.bin")
         holdout = read_rows(manifest, "holdout_rows.bin")
         token_bytes = Tokenizer.from_directory().token_bytes
@@ -867,7 +869,8 @@ def check_run() -> None:
     own = [sys.modules[f"harness.{name}"] for name in names]
     if replaced := guard.replaced_functions(sys.modules[__name__], *own):
         raise VoidScore(f"{replaced} is not the function of its file: it was replaced at run time")
-    if _cross_entropy.__code__.co_filename != torch.nn.functional.__file__:
+    code = getattr(_cross_entropy, "__code__", None)
+    if code is None or code.co_filename != F.__file__:
         raise VoidScore("torch's cross_entropy was replaced before prepare.py was imported")
     if names := guard.held_out_reads():
         raise VoidScore(

@@ -18,6 +18,7 @@ import torch
 # ---- files ----
 
 ROW_FILES = ("val_rows.bin", "holdout_rows.bin", "preview_rows.bin")
+TRAINING_DATA = re.compile(r"manifest\.json|tokenizer\.json|train_.*\.bin")
 HELD_OUT = (*ROW_FILES, "held_out_hashes.bin")
 SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
 SOURCES = (".py", ".toml", ".md", ".sh", ".cfg", ".ini", ".yaml", ".yml")
@@ -76,7 +77,7 @@ class Watch:
             if not self.evaluating:
                 self.held_out[name] = None
         elif (
-            folder != self.cache
+            not (folder == self.cache and TRAINING_DATA.fullmatch(name))
             and not self._is_source(path)
             and status.st_ctime < self.since  # else it was written by this run
             and self._by_the_run()
@@ -100,7 +101,7 @@ class Watch:
 
     def _by_the_run(self) -> bool:
         """Whether train.py itself reads, maybe through READERS; no library and no fixed code."""
-        frame = sys._getframe(3)  # whoever called the audit hook
+        frame = sys._getframe().f_back.f_back.f_back  # the hook's caller; None if that is C code
         while frame is not None:
             module = str(frame.f_globals.get("__name__"))
             file = frame.f_code.co_filename
@@ -128,8 +129,8 @@ def watch(cache: Path, repository: Path) -> None:
     def hook(event: str, args: tuple, reads=(None, os.O_RDONLY, os.O_RDWR)) -> None:
         if event == "open":
             path, mode, flags = args
-            if isinstance(path, int):
-                return
+            if not isinstance(path, (str, bytes, os.PathLike)):
+                return  # a file that is already open
             if mode is None:
                 reads_it = (flags & os.O_ACCMODE) in reads
             else:

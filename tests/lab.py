@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import ROOT, clean_environment, git, wait_until
+from helpers import ROOT, clean_environment, git, wait_until
 
 # prepare.py without torch: the settings, and nothing to prepare. FAKE_* stand for what a machine
 # or the data may do; they reach it through the environment, as a user's variables would.

@@ -4,10 +4,10 @@ import shutil
 import subprocess
 
 import pytest
+from helpers import ROOT
+from lab import QUICK_TRY, Lab, finished, score_in
 
 from harness.session import CLOCKLESS, LIMIT_OF_CHECK, OUTSIDE_CLOCK
-from tests.helpers import ROOT
-from tests.lab import QUICK_TRY, Lab, finished, score_in
 
 EVIL = 'quotes \' " `id`\n\ttab $(touch pwned) \\ # é <script> --amend\n{"run": 9}'
 

@@ -629,9 +629,22 @@ def test_data_that_change_during_the_run_make_it_void(scored_cache):
     manifest["settings"] = {"other": 1}
     (scored_cache.folder / "manifest.json").write_text(json.dumps(manifest))
     expected = (
-        rf"began with data_id {scored_cache.data_id}, now there is {prepare.data_id(manifest)}"
+        rf"changed during.* data_id {scored_cache.data_id} became {prepare.data_id(manifest)}"
     )
     with pytest.raises(VoidScore, match=expected):
         score(uniform, scored_cache)
     with pytest.raises(VoidScore, match=expected):
         prepare.make_dataloader(scored_cache.tokenizer, 2, T, "train")
+
+
+def test_a_preparation_under_way_makes_the_run_void(scored_cache):
+    path = scored_cache.folder / "manifest.json"
+    complete = path.read_text()
+    path.unlink()
+    with pytest.raises(UserError, match="run 'python prepare.py' first"):
+        prepare.Tokenizer.from_directory()  # nothing was ever prepared
+    path.write_text(complete)
+    prepare.Tokenizer.from_directory()
+    path.unlink()
+    with pytest.raises(VoidScore, match="the prepared data changed during the run: .*unfinished"):
+        score(uniform, scored_cache)

@@ -147,6 +147,15 @@ def test_the_run_may_read_its_own_data_and_the_repository(scored_cache, foreign)
     assert guard.other_reads() == []
 
 
+def test_weights_in_the_cache_folder_are_other_data(scored_cache):
+    path = scored_cache.folder / "weights.pt"
+    torch.save(torch.ones(3), path)
+    scored_cache.begin_run()
+    guard._watch.since += 1  # file times are a little coarse
+    torch.load(path)
+    assert guard.other_reads() == [str(path)]
+
+
 def test_files_that_the_run_wrote_are_its_own(foreign, tmp_path):
     guard._watch.since -= 1  # file times are a little coarse
     torch.save(torch.ones(3), tmp_path / "best.pt")
@@ -211,7 +220,7 @@ def test_a_path_can_not_break_the_line_of_marks(foreign):
 # ---- functions ----
 
 
-@pytest.mark.parametrize("name", ["token_nats", "checked", "data_id", "score_rows", "bind_data"])
+@pytest.mark.parametrize("name", ["token_nats", "checked", "data_id", "score_rows", "run_manifest"])
 def test_replaced_functions_of_prepare_are_noticed(scored_cache, monkeypatch, name):
     original = getattr(prepare, name)
     monkeypatch.setattr(prepare, name, lambda *a, **k: original(*a, **k))

@@ -5,9 +5,8 @@ import signal
 import time
 
 import pytest
-
-from tests.helpers import wait_until
-from tests.lab import QUICK_TRY, Lab, finished, killed, score_in
+from helpers import wait_until
+from lab import QUICK_TRY, Lab, finished, killed, score_in
 
 
 @pytest.fixture

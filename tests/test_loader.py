@@ -44,27 +44,38 @@ def reference_packer(documents, row_len, buffer_size):
 
 def make_documents(lengths) -> list:
     """Documents of these lengths: BOS, then tokens that tell document and place apart."""
-    return [[BOS, *((1000 + 7 * i + 13 * j) % 50_000 + 10 for j in range(n - 1))] for i, n in enumerate(lengths)]
+    return [
+        [BOS, *((1000 + 7 * i + 13 * j) % 50_000 + 10 for j in range(n - 1))]
+        for i, n in enumerate(lengths)
+    ]
 
 
 def pack(documents, row_len, buffer_size) -> list:
     views = [memoryview(np.array(d, np.uint16)) for d in documents]
-    return [[t for part in row for t in part] for row in prepare.pack_rows(views, row_len, buffer_size)]
+    return [
+        [t for part in row for t in part] for row in prepare.pack_rows(views, row_len, buffer_size)
+    ]
 
 
-@pytest.mark.parametrize("row_len, buffer_size", [(2, 1), (17, 4), (33, 1), (65, 1000), (257, 30), (2049, 100)])
+@pytest.mark.parametrize(
+    "row_len, buffer_size", [(2, 1), (17, 4), (33, 1), (65, 1000), (257, 30), (2049, 100)]
+)
 @pytest.mark.parametrize("longest", [1, 20, 300, 5000])
 def test_packer_equals_the_reference(row_len, buffer_size, longest):
     rng = random.Random(row_len * longest)
     documents = make_documents([rng.randint(1, longest) for _ in range(400)])
-    assert pack(documents, row_len, buffer_size) == list(reference_packer(documents, row_len, buffer_size))
+    assert pack(documents, row_len, buffer_size) == list(
+        reference_packer(documents, row_len, buffer_size)
+    )
 
 
 def test_packer_equals_the_reference_on_any_lengths():
     @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 30), st.integers(1, 12))
     def run(lengths, row_len, buffer_size):
         documents = make_documents(lengths)
-        assert pack(documents, row_len, buffer_size) == list(reference_packer(documents, row_len, buffer_size))
+        assert pack(documents, row_len, buffer_size) == list(
+            reference_packer(documents, row_len, buffer_size)
+        )
 
     run()
 
@@ -94,7 +105,8 @@ def test_cut_points():
     assert cut_points(blank[:100], 100) == [0, 100]
     assert cut_points(blank[:101], 100) == [0, 100, 101]
     blank[[50, 90, 95]] = True
-    # behind the last blank line of the first row's last fifth; its rest of 4, less a BOS, is the next document
+    # behind the last blank line of the first row's last fifth; its rest of 4, less a BOS, is the
+    # next document
     assert cut_points(blank[:300], 100)[:3] == [0, 96, 99]
 
 
@@ -103,7 +115,10 @@ def test_cut_documents_fit_and_lose_nothing():
     def run(blank, max_len):
         cuts = cut_points(np.array(blank, bool), max_len)
         assert cuts[0] == 0 and cuts[-1] == len(blank)
-        assert all(0 < b - a <= max_len for a, b in zip(cuts, cuts[1:], strict=False)) or len(blank) == 0
+        assert (
+            all(0 < b - a <= max_len for a, b in zip(cuts, cuts[1:], strict=False))
+            or len(blank) == 0
+        )
 
     run()
 
@@ -130,7 +145,7 @@ class Tokenizer:
 
 @pytest.fixture
 def loader(tmp_path, monkeypatch, use_settings):
-    """make(documents, B, T, ...) opens the loader on a cache of these documents, one shard a list."""
+    """make(documents, B, T, ...) opens a loader on a cache of these documents, one list a shard."""
     cache = use_settings(tmp_path)
     monkeypatch.setattr(prepare, "get_device", lambda: torch.device("cpu"))
     for name in ("RANK", "WORLD_SIZE"):
@@ -154,7 +169,9 @@ def rows_of(batches) -> list:
     """Rows of T+1 tokens, put together again from inputs and targets."""
     rows = []
     for x, y, _ in batches:
-        assert x.dtype == y.dtype == torch.int64 and torch.equal(x[:, 1:], y[:, :-1])  # targets are one ahead
+        assert x.dtype == y.dtype == torch.int64 and torch.equal(
+            x[:, 1:], y[:, :-1]
+        )  # targets are one ahead
         rows += torch.cat([x, y[:, -1:]], 1).tolist()
     return rows
 
@@ -162,7 +179,11 @@ def rows_of(batches) -> list:
 def test_rows_are_packed_and_shifted_by_one(loader):
     documents = make_documents([random.Random(i).randint(1, 30) for i in range(300)])
     rows = rows_of(islice(loader(documents, B=4, T=16), 20))
-    order = [i for epoch in (1, 2) for i in np.random.default_rng([prepare.settings().seed, epoch]).permutation(300)]
+    order = [
+        i
+        for epoch in (1, 2)
+        for i in np.random.default_rng([prepare.settings().seed, epoch]).permutation(300)
+    ]
     assert rows == list(islice(reference_packer([[*documents[i]] for i in order], 17, 300), 80))
     assert all(row[0] == BOS for row in rows)  # no padding anywhere: they equal the packer's rows
 
@@ -187,7 +208,17 @@ def test_every_document_once_an_epoch_and_epochs_counted(loader):
 @pytest.mark.parametrize(
     "lengths",
     [[5] * 30, [100], [1], [3], [1] * 10_000, [17], [16], [18], [1000, 1, 1]],
-    ids=["few", "longer than a row", "only BOS", "short", "one-token documents", "fits", "one less", "one more", "mix"],
+    ids=[
+        "few",
+        "longer than a row",
+        "only BOS",
+        "short",
+        "one-token documents",
+        "fits",
+        "one less",
+        "one more",
+        "mix",
+    ],
 )
 def test_small_corpora_go_round(loader, lengths):
     documents = make_documents(lengths)
@@ -198,7 +229,10 @@ def test_small_corpora_go_round(loader, lengths):
     assert [epoch for *_, epoch in batches] == ((placed - 1) // len(documents) + 1).tolist()
     for row in rows:  # made of beginnings of documents
         cuts = [i for i, t in enumerate(row) if t == BOS] + [17]
-        assert all(any(s[: b - a] == tuple(row[a:b]) for s in starts) for a, b in zip(cuts, cuts[1:], strict=False))
+        assert all(
+            any(s[: b - a] == tuple(row[a:b]) for s in starts)
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        )
 
 
 def test_ranks_share_the_stream_without_overlap(loader, monkeypatch):

@@ -5,9 +5,8 @@ import os
 import signal
 
 import pytest
-
-from tests.helpers import wait_until
-from tests.lab import Lab, finished, killed
+from helpers import wait_until
+from lab import Lab, finished, killed
 
 NOISE = [0.0, 0.004, -0.004, 0.002, -0.002]  # by seed: a standard deviation of 0.0032
 

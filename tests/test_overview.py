@@ -3,8 +3,7 @@
 import json
 
 import pytest
-
-from tests.lab import Lab, many_rows
+from lab import Lab, many_rows
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import ast
 import re
 
+from helpers import ROOT
+
 from harness.__main__ import make_parser
-from tests.helpers import ROOT
 
 TEXT = (ROOT / "program.md").read_text()
 LIMIT = 50_000  # characters before the first experiment

@@ -1,9 +1,8 @@
 """A session has the settings of its baseline, and belongs to one checkout."""
 
 import pytest
-
-from tests.helpers import git
-from tests.lab import Lab, finished, score_in
+from helpers import git
+from lab import Lab, finished, score_in
 
 
 @pytest.fixture

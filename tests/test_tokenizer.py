@@ -48,7 +48,9 @@ def test_bytes_and_round_trip(tokenizer, text):
 
 def test_tokens_that_split_a_character_count_their_raw_bytes(tokenizer):
     ids = tokenizer.encode("\U00012345")  # not in the training text: falls apart into bytes
-    assert len(ids) > 1 and tokenizer.token_bytes[ids].tolist() == [len(tokenizer.tokens[i]) for i in ids]
+    assert len(ids) > 1 and tokenizer.token_bytes[ids].tolist() == [
+        len(tokenizer.tokens[i]) for i in ids
+    ]
     assert tokenizer.token_bytes[ids].sum() == 4
     assert sorted(t for t in tokenizer.tokens if len(t) == 1) == [bytes([b]) for b in range(256)]
 
