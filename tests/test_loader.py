@@ -152,13 +152,19 @@ def loader(tmp_path, monkeypatch, use_settings):
         monkeypatch.delenv(name, raising=False)
 
     def make(*shards, B=2, T=16, split="train", **more):
-        files = {}
-        for i, documents in enumerate(filter(None, shards)):
-            path = cache / f"train_{i}.bin"
+        paths = [cache / f"train_{i}.bin" for i, documents in enumerate(shards) if documents]
+        for path, documents in zip(paths, filter(None, shards), strict=True):
             path.write_bytes(np.array([t for d in documents for t in d], np.uint16).tobytes())
-            files[path.name] = [path.stat().st_size, prepare.file_hash(path)]
-        total = {"documents": sum(map(len, shards))}
-        manifest = {"data_id": "x", "files": files, "train": sorted(files), "total": total}
+        held_out = ("tokenizer.json", "val_rows.bin", "holdout_rows.bin")  # make the data_id
+        files = {name: [0, ""] for name in held_out}
+        files |= {path.name: [path.stat().st_size, prepare.file_hash(path)] for path in paths}
+        manifest = {
+            "settings": {},
+            "data_id": "x",
+            "files": files,
+            "train": [path.name for path in paths],
+            "total": {"documents": sum(map(len, shards))},
+        }
         (cache / "manifest.json").write_text(json.dumps(manifest))
         return prepare.make_dataloader(Tokenizer, B, T, split, **more)
 
