@@ -52,6 +52,16 @@ def check_session(session: Session, workspace: Workspace) -> None:
         )
 
 
+def check_environment(workspace: Workspace) -> str:
+    """Every setting is in its range, and is that of the session."""
+    check_settings(os.environ)
+    session = present_session(workspace, workspace.rows())
+    if not session:
+        return "valid; the next run begins a session"
+    check_session(session, workspace)
+    return "those of the session"
+
+
 def check_python(workspace: Workspace) -> str:
     """The interpreter has torch."""
     if not find_spec("torch"):

@@ -5,7 +5,14 @@ import contextlib
 import json
 from pathlib import Path
 
-from harness.checks import check_disk, check_edits, check_git, check_idea, check_python
+from harness.checks import (
+    check_disk,
+    check_edits,
+    check_environment,
+    check_git,
+    check_idea,
+    check_python,
+)
 from harness.common import UserError
 from harness.fixed import FIXED, check_fixed
 from harness.log import change_row, current, strict_json
@@ -66,7 +73,7 @@ def resume_command(args: argparse.Namespace) -> int:
     head = [
         "GOAL  lower val_bpb (bits per byte) within the fixed time budget. Rules: program.md.",
         f"RULES edit train.py only; one idea a run; never edit {', '.join(FIXED)};",
-        "      a gain below the noise floor is none; as good and shorter is one (--simpler);",
+        "      doubtful gains are repeated by themselves; as good and shorter counts (--simpler);",
         "      never stop by yourself.",
         f"CODE  train.py on branch {branch} is the best one. Code of any other run:",
         f"      git show {RUN_REFS}ID (the ID is at the end of its line)",
@@ -142,6 +149,7 @@ def check_command(args: argparse.Namespace) -> int:
     recovered_rows(workspace)
     code = 0
     checks = {
+        "settings": check_environment,
         "python": check_python,
         "disk": check_disk,
         "git": check_git,

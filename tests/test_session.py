@@ -46,6 +46,14 @@ def test_another_setting_is_refused_unless_a_new_session_is_asked_for(based, var
     assert based.rows()[-1]["segment"] == 1
 
 
+def test_check_names_a_setting_that_try_would_refuse(based):
+    based.edit(0.9)
+    assert "ok    settings: those of the session" in based.call("check").out
+    out = based.call("check", code=2, AUTORESEARCH_SEED="8").out
+    assert "FAIL  settings" in out and "AUTORESEARCH_SEED" in out
+    assert "FAIL  settings" in based.call("check", code=2, AUTORESEARCH_SEED="-8").out
+
+
 def test_a_setting_out_of_range_is_refused_before_the_baseline(lab):
     lab.edit(0.9)
     out = lab.attempt("nonsense", code=2, AUTORESEARCH_TIME_BUDGET="-5")
