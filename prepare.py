@@ -504,9 +504,6 @@ class Clock:
 
     with clock.warmup(model, optimizer): steps in here compile everything and are undone afterwards
     clock.start(); while not clock.done(): ...; clock.stop()
-
-    The weights at the start must be those of before the warm-up, and those of the score must be
-    those at the stop: what changes them in between is training that no clock sees.
     """
 
     def __init__(self):

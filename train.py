@@ -16,9 +16,7 @@ import os
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # GPU memory fragments less
 
-import argparse
 import contextlib
-import gc
 import math
 import sys
 import time
@@ -39,7 +37,7 @@ from harness import parameters
 from harness.attention import fa3_kernel, pick_attention
 from harness.common import UserError, ceil_div
 from harness.exit_codes import exit_codes
-from harness.training_log import TrainingLog, print_samples, print_summary
+from harness.training_log import TrainingLog, print_samples
 from prepare import Clock, Tokenizer, evaluate_bpb, make_dataloader
 
 with exit_codes():  # a wrong environment variable ends here
@@ -715,7 +713,7 @@ def split_batch(world: int) -> tuple[int, int]:
 def setup() -> Run:
     """Device, model, optimizer. Knobs that do not fit are refused here, before the clock."""
     device = machine.start_process()
-    rank, world = prepare.ranks()
+    world = prepare.ranks()[1]
     dtype = machine.compute_dtype(device)
     tokenizer = Tokenizer.from_directory()
     config = build_config(tokenizer.get_vocab_size(), dtype)
@@ -745,17 +743,7 @@ def setup() -> Run:
         flops_per_token=model.flops_per_token(),
         peak_flops=peak_flops * world if peak_flops else None,
     )
-    data_id = prepare.load_manifest(prepare.settings().cache)["data_id"]
-    n_params = sum(p.numel() for p in model.parameters()) / 1e6
-    size = f"{DEPTH} layers, width {config.n_embd}, {config.n_head} heads"
-    log.say("data", f"{PROFILE}, data_id {data_id}, seed {SEED}")
-    log.say("model", f"{size}, {n_params:.1f} M parameters")
-    mode = f"not compiled ({why_eager})" if why_eager else "compiled"
-    if why_eager and COMPILE and rank == 0:
-        print(f"train.py: slow, because the model is not compiled: {why_eager}", file=sys.stderr)
-    log.say("device", f"{world} x {device.type}, {str(dtype).removeprefix('torch.')}, {mode}")
-    log.say("attention", attention)
-    log.say("peak", peak)
+    log.describe(model, why_eager, attention, peak)
     facts = machine.run_facts(dtype, why_eager, attention)
     return Run(device, tokenizer, model, optimizer, scaler, log, facts, rank_rows, rows)
 
@@ -810,9 +798,7 @@ def train_loop(run: Run, clock: Clock, saver: checkpoints.Saver) -> None:
     """Train until the clock says that the time budget is used."""
     model = machine.data_parallel(run.model, run.device, find_unused=bool(run.unused))
     last_save = last_preview = run.elapsed
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a collection in the middle of a run costs half a second
+    machine.disable_garbage_collection()
     dtype = run.model.config.dtype
     speed_before = machine.speed_now(run.device, dtype)
     clock.start(run.elapsed)
@@ -848,31 +834,18 @@ def summarize(run: Run, training_seconds: float, startup_seconds: float) -> None
     start = time.perf_counter()
     with run.autocast():
         val_bpb = evaluate_bpb(run.model, run.tokenizer, run.rows, run.facts)
-    end = time.perf_counter()
-    tokens = run.step * TOTAL_BATCH_SIZE
-    print_summary({
-        "val_bpb": val_bpb,
-        "training_seconds": training_seconds,
-        "total_seconds": end - prepare.STARTED,
-        "startup_seconds": startup_seconds,
-        "eval_seconds": end - start,
-        "peak_vram_mb": machine.peak_memory_mb(run.device),
-        "mfu_percent": run.log.mfu(tokens / training_seconds),
-        "total_tokens_M": tokens / 1e6,
-        "num_steps": run.step,
-        "num_params_M": sum(p.numel() for p in run.model.parameters()) / 1e6,
-        "depth": DEPTH,
-    })  # fmt: skip
+    run.log.print_summary(
+        run.model,
+        val_bpb,
+        steps=run.step,
+        training_seconds=training_seconds,
+        startup_seconds=startup_seconds,
+        eval_seconds=time.perf_counter() - start,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the model for the time budget.")
-    add = parser.add_argument
-    add("--save", action="store_true", help="keep the two newest checkpoints in checkpoints/")
-    add("--resume", nargs="?", const="newest", metavar="PATH", help="go on from a checkpoint")
-    add("--sample", type=int, default=0, metavar="N", help="continue N training texts at the end")
-    args = parser.parse_args()
-
+    args = checkpoints.parse_arguments()
     run = setup()
     clock = Clock()
     fit_batch(run, clock)

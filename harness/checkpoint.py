@@ -1,5 +1,6 @@
-"""Checkpoints: save while training, find the newest one that fits, go on from it."""
+"""Checkpoints: save while training, find the newest one that fits, go on from it; the options."""
 
+import argparse
 import hashlib
 import sys
 import time
@@ -32,6 +33,16 @@ def differences(mine: dict, theirs: dict) -> str:
     """In words, what differs between this run and that of a checkpoint: "" if nothing does."""
     names = [n for n in {**theirs, **mine} if mine.get(n) != theirs.get(n)]
     return "; ".join(f"{n} {theirs.get(n, 'unset')}, not {mine.get(n, 'unset')}" for n in names)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options of train.py: save, resume (a path, "newest" or None), sample (a number)."""
+    parser = argparse.ArgumentParser(description="Train the model for the time budget.")
+    add = parser.add_argument
+    add("--save", action="store_true", help="keep the two newest checkpoints in checkpoints/")
+    add("--resume", nargs="?", const="newest", metavar="PATH", help="go on from a checkpoint")
+    add("--sample", type=int, default=0, metavar="N", help="continue N training texts at the end")
+    return parser.parse_args()
 
 
 class Saver:

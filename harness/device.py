@@ -1,6 +1,7 @@
 """What training needs to know of the machine: processes, precision, compiler, peak, memory."""
 
 import contextlib
+import gc
 import hashlib
 import math
 import os
@@ -281,6 +282,13 @@ def run_facts(dtype: torch.dtype, why_eager: str, attention: str) -> dict:
         "processor": processor_name(),
         "ranks": prepare.ranks()[1],
     }
+
+
+def disable_garbage_collection() -> None:
+    """A collection in the middle of a run costs half a second."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
 
 
 def speed_now(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,49 @@ class TrainingLog:
     def say(self, name: str, text: str) -> None:
         """A line about the run's setup."""
         print(f"{name:<10} {text}", flush=True)
+
+    def describe(self, model, why_eager: str, attention: str, peak: str) -> None:
+        """Say what will be trained, on what, and how; why_eager: "" if the model is compiled."""
+        settings, config = prepare.settings(), model.config
+        data_id = prepare.load_manifest(settings.cache)["data_id"]
+        size = f"{config.n_layer} layers, width {config.n_embd}, {config.n_head} heads"
+        n_params = sum(p.numel() for p in model.parameters()) / 1e6
+        dtype = str(config.dtype).removeprefix("torch.")
+        mode = f"not compiled ({why_eager})" if why_eager else "compiled"
+        self.say("data", f"{settings.profile}, data_id {data_id}, seed {settings.seed}")
+        self.say("model", f"{size}, {n_params:.1f} M parameters")
+        self.say("device", f"{prepare.ranks()[1]} x {self.device.type}, {dtype}, {mode}")
+        self.say("attention", attention)
+        self.say("peak", peak)
+        if why_eager and prepare.ranks()[0] == 0:
+            reason = f"because the model is not compiled: {why_eager}"
+            print(f"train.py: slow, {reason}", file=sys.stderr)
+
+    def print_summary(
+        self,
+        model,
+        val_bpb: float,
+        *,
+        steps: int,
+        training_seconds: float,
+        startup_seconds: float,
+        eval_seconds: float,
+    ) -> None:
+        """The result of the run, with its METRIC lines."""
+        tokens = steps * self.tokens_per_step
+        print_values({
+            "val_bpb": val_bpb,
+            "training_seconds": training_seconds,
+            "total_seconds": time.perf_counter() - prepare.STARTED,
+            "startup_seconds": startup_seconds,
+            "eval_seconds": eval_seconds,
+            "peak_vram_mb": machine.peak_memory_mb(self.device),
+            "mfu_percent": self.mfu(tokens / training_seconds),
+            "total_tokens_M": tokens / 1e6,
+            "num_steps": steps,
+            "num_params_M": sum(p.numel() for p in model.parameters()) / 1e6,
+            "depth": model.config.n_layer,
+        })  # fmt: skip
 
     def state_dict(self) -> dict:
         return {"ema_loss": self.ema_loss}
@@ -183,7 +227,7 @@ DECIMALS = {"val_bpb": 6, "mfu_percent": 2, "num_steps": 0, "depth": 0}  # all o
 NOT_METRICS = ("depth",)  # shown, but no result
 
 
-def print_summary(values: dict[str, float | None]) -> None:
+def print_values(values: dict[str, float | None]) -> None:
     """The block after "---" as in karpathy/autoresearch, then METRIC lines; None is left out."""
     shown = {name: value for name, value in values.items() if value is not None}
     print("---")

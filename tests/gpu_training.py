@@ -64,10 +64,12 @@ def training(notes: Notes, seconds: float, *arguments: str, **knobs) -> None:
     Its folder, with steps.jsonl, has the name of the notes without their suffix.
     """
     train = trainer(seconds, **knobs)
+    from harness import training_log  # after trainer: it sets the environment
+
     run_dir = notes.path.with_suffix("")
     run_dir.mkdir()
     os.environ["AUTORESEARCH_RUN_DIR"] = str(run_dir)
-    fit_batch, print_summary = train.fit_batch, train.print_summary
+    fit_batch, print_values = train.fit_batch, training_log.print_values
 
     def timed_fit_batch(run, clock):
         start = time.perf_counter()
@@ -76,11 +78,11 @@ def training(notes: Notes, seconds: float, *arguments: str, **knobs) -> None:
         notes.add(rows_at_once=run.rows)
 
     def noted_summary(values):
-        print_summary(values)
+        print_values(values)
         notes.add(**{name: value for name, value in values.items() if value is not None})
 
     train.fit_batch = timed_fit_batch
-    train.print_summary = noted_summary
+    training_log.print_values = noted_summary
     sys.argv = ["train.py", *arguments]
     train.main()
 

@@ -298,7 +298,7 @@ def test_no_peak_is_claimed_for_a_card_that_has_another_one(monkeypatch, name):
 def test_without_a_peak_no_mfu_is_printed(capsys):
     log = training_log.TrainingLog(CPU, 4096, 10.0, 15.0, 1000, peak_flops=None)
     log.print_progress(3, 2.0, epoch=1)
-    training_log.print_summary({"val_bpb": 1.0, "mfu_percent": log.mfu(2048.0)})
+    training_log.print_values({"val_bpb": 1.0, "mfu_percent": log.mfu(2048.0)})
     assert "mfu" not in capsys.readouterr().out
 
 
