@@ -149,10 +149,10 @@ def decide_next(
         spread: pooled_spread() over all codes of the session, these two included.
         selected: how many of the incumbent's scores were there when it was kept; 0 for a baseline.
         lines: lines (added, removed) by the candidate.
-        simpler: the agent called it a simplification. Where it removes more lines than it adds, it
-            may be worse than `best_mean` by SIMPLER_TOLERANCE of a run's standard deviation.
-        best_mean: the lowest mean score of any code kept in the session, so that a series of
-            simplifications cannot give back a gain bit by bit. Default: the incumbent's mean.
+        simpler: where it removes more lines than it adds, it may be worse than `best_mean` by
+            SIMPLER_TOLERANCE of a run's standard deviation.
+        best_mean: the lowest mean of any kept code, so that simplifications cannot give back a
+            gain bit by bit. Default: the incumbent's mean.
         once: decide on the scores that there are, by the noise floor.
     """
     candidate_mean = robust_mean(candidate, spread.sd)
@@ -168,11 +168,7 @@ def decide_next(
     as_good = simpler and lines[1] > lines[0] and candidate_mean <= limit
     if once:
         floor, _ = noise_floor(spread, len(incumbent))
-        if gain > floor:  # a gain of exactly the floor is none
-            return decision("keep", "better")
-        if as_good:
-            return decision("keep", "simpler")
-        return decision("discard", "within noise" if gain >= -floor else "worse")
+        return decision(*decide_once(gain, floor, as_good))
     if not spread.degrees:
         return decision("run_incumbent", "the spread of a run is not known yet")
     runs = min(len(candidate), MAX_RUNS)
@@ -192,6 +188,15 @@ def decide_next(
     if len(candidate) < MAX_RUNS:
         return decision("run_candidate", "doubtful")
     return decision("discard", "within noise")
+
+
+def decide_once(gain: float, floor: float, as_good: bool) -> tuple[str, str]:
+    """(action, reason) without more runs: a gain of exactly the floor is none."""
+    if gain > floor:
+        return "keep", "better"
+    if as_good:
+        return "keep", "simpler"
+    return "discard", "within noise" if gain >= -floor else "worse"
 
 
 def robust_mean(scores: Sequence[float], sd: float) -> float:
