@@ -130,6 +130,7 @@ def test_embedded_cache(prepared):
     assert complete and not documents & set(complete)
 
 
+@pytest.mark.slow
 def test_second_run_does_nothing_and_damage_is_repaired(prepared):
     def run(*arguments):
         command = [sys.executable, "prepare.py", *arguments]
@@ -369,6 +370,7 @@ def test_held_out_texts_have_the_lowest_hashes_of_many(folder):
     assert held_out[: len(few)] == few
 
 
+@pytest.mark.slow
 def test_folder_cache(folder, tmp_path, small_prepare):
     (folder / "broken.txt").write_bytes(b"\xff\xff")
     root = small_prepare.cache.parent
@@ -517,6 +519,7 @@ def test_a_choice_that_the_environment_overrides_is_not_noted(
     assert not (tmp_path / "checkout").exists()
 
 
+@pytest.mark.slow
 def test_the_noted_choice_holds_for_the_checkout_and_its_worktrees(tmp_path):
     checkout = tmp_path / "checkout"
     worktree = checkout / ".autoresearch" / "worktrees" / "1"

@@ -283,6 +283,7 @@ def names(*numbers) -> list:
     return [f"train_shard_{i:05d}.bin" for i in numbers]
 
 
+@pytest.mark.slow
 def test_adding_shards_only_makes_the_new_ones(climbmix, hub):
     first = climbmix("--num-shards", "1")
     before, one = contents(climbmix.cache), manifest(climbmix)
@@ -367,6 +368,7 @@ def test_two_at_once(climbmix, hub):
     assert manifest(climbmix)["train"] == names(0, 1)
 
 
+@pytest.mark.slow
 def test_missing_shards_by_name(climbmix, hub):
     del hub.files[f"/datasets/{CLIMBMIX}/resolve/main/shard_00002.parquet"]
     process = climbmix("--num-shards", "4", code=2)

@@ -66,6 +66,7 @@ def brute_force(model, cache, rows) -> tuple[float, int]:
     return nats, n_bytes
 
 
+@pytest.mark.slow
 def test_score_equals_brute_force(scored_cache):
     model = honest()
     nats, n_bytes = brute_force(model, scored_cache, scored_cache.rows)
@@ -98,6 +99,7 @@ def test_the_record_says_what_the_run_was(scored_cache):
     assert record["eval_version"] == prepare.EVAL_VERSION
 
 
+@pytest.mark.slow
 def test_every_batch_size_gives_the_same_score(scored_cache):
     model = honest()
     n = len(scored_cache.rows)

@@ -208,7 +208,7 @@ def test_repeats_of_a_train_py_are_points_of_its_first_row(tmp_path):
     key = comparison_key(rows[0])
     folder = tmp_path / ".autoresearch"
     folder.mkdir()
-    lines = [json.dumps(entry | {"key": key}) for entry in entries]
+    lines = [json.dumps(entry | {"comparison": key}) for entry in entries]
     (folder / "scores.jsonl").write_text("\n".join(lines))
     found = report.with_repeats(tmp_path, rows)
     assert [row["repeats"] for row in found] == [[1.51, 1.49], [1.44, 1.46], []]

@@ -283,6 +283,7 @@ def test_activation_checkpointing_changes_no_gradient():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_model_learns_one_batch_by_heart():
     model = small_model(n_layer=2, n_kv_head=4)
     optimizer = train.build_optimizer(model, torch.float32, compiled=False)
@@ -402,6 +403,7 @@ def test_a_parameter_without_gradient_is_skipped():
     assert all(torch.equal(p, b) for p, b in zip(idle, before, strict=True))
 
 
+@pytest.mark.slow
 def test_new_rates_recompile_nothing(monkeypatch):
     graphs = []
 
