@@ -38,21 +38,21 @@ class CountingClock(prepare.Clock):
     def elapsed(self):
         if self.started is None or self.training_seconds is not None:
             return super().elapsed()
-        return max(self.count - 0.5, 0) * prepare.TIME_BUDGET / STEPS
+        return min(max(self.count - 0.5, 0) / STEPS, 1) * prepare.TIME_BUDGET
 
 
-def load(path: Path, name: str) -> types.ModuleType:
+def load(path: Path, source: str, name: str) -> types.ModuleType:
     """The file as a module that is not run as a program."""
     module = types.ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module
-    exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    exec(compile(source, str(path), "exec"), vars(module))
     return module
 
 
-def run_train(path: Path, original: types.ModuleType) -> None:
+def run_train(path: Path, source: str, original: types.ModuleType) -> None:
     """main() of an edited train.py, with small sizes where the edit changed none."""
-    train = load(path, "train")
+    train = load(path, source, "train")
     for knob, value in SMALL.items():
         if getattr(train, knob) == getattr(original, knob):
             setattr(train, knob, value)
@@ -84,7 +84,7 @@ def run_train(path: Path, original: types.ModuleType) -> None:
         train.main()
 
 
-def run_forked(path: Path, folder: Path, original: types.ModuleType) -> int:
+def run_forked(path: Path, source: str, folder: Path, original: types.ModuleType) -> int:
     """The exit code of the file in a child process."""
     pid = os.fork()
     if pid:
@@ -96,8 +96,8 @@ def run_forked(path: Path, folder: Path, original: types.ModuleType) -> int:
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
         os.environ["AUTORESEARCH_RUN_DIR"] = str(folder)
         sys.argv = [str(path)]
-        if "def fit_batch" in path.read_text():
-            run_train(path, original)
+        if "def fit_batch" in source:
+            run_train(path, source, original)
         else:
             runpy.run_path(str(path), run_name="__main__")
         code = 0
@@ -113,13 +113,15 @@ def run_forked(path: Path, folder: Path, original: types.ModuleType) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)  # a fork must not meet running threads
-    original = load(ROOT / "train.py", "original")
     below = Path(sys.argv[1])
-    for argument in sys.argv[2:]:
-        path = Path(argument)
+    # Read before a train.py is loaded: from then on, a file from elsewhere is data that is marked
+    sources = {path: path.read_text() for path in map(Path, sys.argv[2:])}
+    train = ROOT / "train.py"
+    original = load(train, train.read_text(), "original")
+    for path, source in sources.items():
         folder = below / path.stem
         folder.mkdir()
-        code = run_forked(path, folder, original)
+        code = run_forked(path, source, folder, original)
         (folder / "code.txt").write_text(str(code))
 
 
