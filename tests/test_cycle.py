@@ -602,7 +602,7 @@ def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, prepared):
         shutil.copy(ROOT / name, lab.root / name)
     lab.git("commit", "-qam", "the real ones")
     settings = {
-        "AUTORESEARCH_TIME_BUDGET": "5",
+        "AUTORESEARCH_TIME_BUDGET": "20",
         "AUTORESEARCH_HARD_LIMIT": "900",
         "AUTORESEARCH_PROFILE": "tiny",
         "AUTORESEARCH_CACHE": prepared["AUTORESEARCH_CACHE"],
