@@ -138,12 +138,12 @@ sys.exit(__main__.main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("score", "verdict", "first"), [(0.9, "keep", 1), (1.1, "discard", 2)])
+@pytest.mark.parametrize(("score", "verdict", "first"), [(0.9, "keep", 1), (1.1, "discard", 4)])
 def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, verdict, first):
     killer = tmp_path / "killer.py"
     killer.write_text(KILLER)
     kills = 0
-    for n in range(first, 400, 2):
+    for n in range(first, 400, 6):  # every sixth place: all would take too long
         based.edit(score)
         rows, head = len(based.rows()), based.git("rev-parse", "HEAD")
         done = finished(
@@ -167,7 +167,7 @@ def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, v
             score = round(score - 0.003, 3)
         else:
             assert based.git("rev-parse", "HEAD") == head
-    assert kills >= 20
+    assert kills >= 12
 
 
 def code_is_safe(lab, score) -> bool:
@@ -179,12 +179,12 @@ def code_is_safe(lab, score) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [1, 7])
 def test_kill_9_of_the_starter_of_a_detached_run_loses_nothing(based, tmp_path, first):
     killer = tmp_path / "killer.py"
     killer.write_text(KILLER)
     kills, score = 0, 1.1
-    for n in range(first, 400, 4):
+    for n in range(first, 400, 12):
         score = round(score + 0.001, 4)
         based.edit(score)
         command = (*QUICK_TRY, f"kill {n}", "--detach")
@@ -196,7 +196,7 @@ def test_kill_9_of_the_starter_of_a_detached_run_loses_nothing(based, tmp_path, 
         if done.code == 0:
             break
         based.git("checkout", "-q", "train.py")
-    assert kills >= 5
+    assert kills >= 3
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_kill_9_during_the_first_try_of_a_session_loses_nothing(tmp_path):
     killer.write_text(KILLER)
     command = ("try", "--once", "--repeats", "2", "first")
     kills = 0
-    for n in range(3, 400, 9):
+    for n in range(3, 400, 20):
         lab = Lab(tmp_path / f"repo{n}")
         lab.edit(0.9)
         done = finished(lab.start(*command, script=(str(killer),), KILL_BEFORE=str(n)))
@@ -215,7 +215,7 @@ def test_kill_9_during_the_first_try_of_a_session_loses_nothing(tmp_path):
         assert not lab.living()
         if done.code == 0:
             break
-    assert kills >= 5
+    assert kills >= 3
 
 
 @pytest.mark.slow
