@@ -51,7 +51,8 @@ def test_check_names_a_setting_that_try_would_refuse(based):
     assert "ok    settings: those of the session" in based.call("check").out
     out = based.call("check", code=2, AUTORESEARCH_SEED="8").out
     assert "FAIL  settings" in out and "AUTORESEARCH_SEED" in out
-    assert "FAIL  settings" in based.call("check", code=2, AUTORESEARCH_SEED="-8").out
+    out = based.call("check", code=2, AUTORESEARCH_SEED="-8").out
+    assert "FAIL  settings: AUTORESEARCH_SEED='-8' is not a whole number" in out
 
 
 def test_a_setting_out_of_range_is_refused_before_the_baseline(lab):
