@@ -499,6 +499,40 @@ def sum_over_ranks(value: float) -> float:
     return total.item()
 
 
+STEPS_ALONE = 10  # at most so many steps of several ranks go by without asking for the time
+
+
+class AgreedTime:
+    """Seconds of the budget on several ranks: rank 0's, and between two agreements its pace.
+
+    The ranks wait for each other at an agreement only. The next one comes after at most a tenth of
+    the steps that are left, so no step is begun after the end.
+    """
+
+    def __init__(self):
+        self.agreed = 0.0  # rank 0's seconds at the last agreement
+        self.step_seconds = 0.0  # what a step took before it
+        self.steps = 0  # since then
+        self.steps_alone = 0  # until the next agreement
+
+    def now(self) -> float:
+        """Seconds of the budget that are used, the same on all ranks."""
+        return self.agreed + self.steps * self.step_seconds
+
+    def next_step(self, elapsed: float) -> float:
+        """Called before each step with this rank's own seconds; returns now()."""
+        self.steps += 1
+        if self.steps > self.steps_alone:
+            seconds = sum_over_ranks(elapsed if ranks()[0] == 0 else 0.0)
+            self.step_seconds = (seconds - self.agreed) / self.steps
+            if self.agreed > 0:  # else this is before the first step: no pace is known
+                left = (settings().time_budget - seconds) / max(self.step_seconds, 1e-3)
+                self.steps_alone = min(int(left / 10), STEPS_ALONE)
+            self.agreed = seconds
+            self.steps = 0
+        return self.now()
+
+
 class Clock:
     """The time budget of one run. It starts once. With several ranks, the time of rank 0 counts.
 
@@ -515,7 +549,7 @@ class Clock:
         self.training_seconds = None  # set by stop()
         self.resumed = 0.0  # seconds that earlier processes trained
         self.paused = 0.0  # seconds of previews
-        self.agreed = 0.0  # rank 0's elapsed seconds at the last done(): the same on every rank
+        self.agreed = AgreedTime()  # of several ranks
         self.warming_up = False
         self.warmup_seconds = 0.0
         self.model = None  # the one that was warmed up
@@ -569,14 +603,15 @@ class Clock:
         return _now() - self.started
 
     def progress(self) -> float:
-        """Share of the budget that is used, 0 to 1; with several ranks, as of the last done()."""
-        seconds = self.elapsed() if ranks()[1] == 1 else self.agreed
+        """Share of the budget that is used, 0 to 1, the same on all ranks."""
+        seconds = self.elapsed() if ranks()[1] == 1 else self.agreed.now()
         return min(seconds / settings().time_budget, 1.0)
 
     def done(self) -> bool:
-        """Whether the budget is used up: rank 0 decides, so that all ranks stop at one step."""
-        self.agreed = sum_over_ranks(self.elapsed() if ranks()[0] == 0 else 0.0)
-        return self.agreed >= settings().time_budget
+        """Whether the budget is used up; called once before each step."""
+        if ranks()[1] > 1:
+            return self.agreed.next_step(self.elapsed()) >= settings().time_budget
+        return self.elapsed() >= settings().time_budget
 
     def stop(self) -> None:
         """Stop the budget; does nothing if it doesn't run."""

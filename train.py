@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import prepare
 from harness import checkpoint as checkpoints
+from harness import compiler, parameters
 from harness import device as machine
-from harness import parameters
 from harness.attention import fa3_kernel, pick_attention
 from harness.common import UserError, ceil_div
 from harness.exit_codes import exit_codes
@@ -718,7 +718,7 @@ def setup() -> Run:
     tokenizer = Tokenizer.from_directory()
     config = build_config(tokenizer.get_vocab_size(), dtype)
     rank_rows, rows = split_batch(world)
-    why_eager = machine.why_not_compiled(device) if COMPILE else "COMPILE is off"
+    why_eager = compiler.why_not_compiled(device) if COMPILE else "COMPILE is off"
     attend, attention = pick_attention(ATTENTION_BACKENDS, ATTENTION, config, device)
 
     torch.manual_seed(SEED)
@@ -780,10 +780,11 @@ def fit_batch(run: Run, clock: Clock) -> None:
         run.unused = parameters.without_gradient(run.model)
         run.optimizer.step()
 
+    first_step = compiler.compiled_or_eager(trial_step, run.facts)
     with clock.warmup(run.model, run.optimizer):
         while True:
             run.load_batches()
-            if machine.fits(trial_step, run.optimizer):
+            if machine.fits(first_step, run.optimizer):
                 break
             if run.rows == 1 and run.model.checkpointing:
                 raise torch.OutOfMemoryError("out of memory with one row. hint: a smaller model")

@@ -1,17 +1,13 @@
-"""What training needs to know of the machine: processes, precision, compiler, peak, memory."""
+"""What training needs to know of the machine: processes, precision, peak rate, memory."""
 
 import contextlib
 import gc
-import hashlib
 import math
 import os
 import platform
 import re
 import resource
-import shlex
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from harness.common import UserError, is_out_of_memory, write_atomic
+from harness.common import UserError, is_out_of_memory
+from harness.compiler import set_up_compiler
 
 # ---------------------------------------------------------------------------- processes
 
@@ -116,7 +113,7 @@ def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return total / world
 
 
-# ---------------------------------------------------------------------------- precision, compiler
+# ---------------------------------------------------------------------------- precision
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -133,58 +130,6 @@ def compute_dtype(device: torch.device) -> torch.dtype:
         if torch.cuda.get_device_capability(device)[0] == 7:  # Volta, Turing
             return torch.float16
     return torch.float32
-
-
-def path_without_spaces(folder: Path) -> Path:
-    """The folder, or a link to it: torch puts paths into a compiler's command line as they are."""
-    if not re.search(r"\s", str(folder)):
-        return folder
-    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]
-    link = Path(tempfile.gettempdir(), f"autoresearch-{os.getuid()}-{name}")
-    if not link.is_symlink():
-        with contextlib.suppress(FileExistsError):  # another rank was faster
-            link.symlink_to(folder.resolve(), target_is_directory=True)
-    return link
-
-
-def set_up_compiler(folder: Path) -> None:
-    """Keep compiled code in that folder, so that a second run starts in seconds.
-
-    CXX may hold several words, such as "ccache g++"; torch wants one, so it gets a script.
-    """
-    # Layers with other windows or value embeddings, training and evaluation, smaller batches when
-    # memory runs out: each is compiled once. From the limit on (8) torch would stop compiling.
-    torch._dynamo.config.recompile_limit = 64
-    folder.mkdir(parents=True, exist_ok=True)
-    folder = path_without_spaces(folder)
-    # Set in any case: importing torch has already named a folder in /tmp
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    command = os.environ.get("CXX", "")
-    if len(shlex.split(command)) > 1 and not shutil.which(command):
-        name = hashlib.sha256(command.encode()).hexdigest()[:12]
-        script = folder / f"cxx-{name}.sh"
-        write_atomic(script, f'#!/bin/sh\nexec {command} "$@"\n'.encode())
-        script.chmod(0o755)
-        os.environ["CXX"] = str(script)
-
-
-def why_not_compiled(device: torch.device) -> str:
-    """Empty if torch.compile works here, else why not: it needs a compiler and Python's headers."""
-    if device.type == "mps":
-        return "not on MPS"
-    compilers = (os.environ.get("CXX") or "g++", "clang++")
-    if device.type == "cpu" and not any(map(shutil.which, compilers)):
-        return "no C++ compiler"
-
-    def trial(x, scale):
-        return x * (scale + 1)
-
-    try:
-        # A CPU scalar, as the optimizer has: on a GPU too, its code needs the C++ compiler
-        torch.compile(trial)(torch.zeros(8, device=device), torch.tensor(1.0))
-        return ""
-    except Exception as error:  # whatever is missing: training goes on without
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
 
 
 # ---------------------------------------------------------------------------- peak rates

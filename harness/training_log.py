@@ -13,6 +13,7 @@ import torch
 
 import prepare
 from harness import device as machine
+from harness.compiler import say_slow
 from harness.exit_codes import Diverged
 
 RECORDS = 300  # at most about so many lines in steps.jsonl
@@ -99,8 +100,7 @@ class TrainingLog:
         self.say("attention", attention)
         self.say("peak", peak)
         if why_eager and prepare.ranks()[0] == 0:
-            reason = f"because the model is not compiled: {why_eager}"
-            print(f"train.py: slow, {reason}", file=sys.stderr)
+            say_slow(why_eager)
 
     def print_summary(
         self,

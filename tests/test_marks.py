@@ -1,6 +1,7 @@
 """Clock and marks: what a run spent outside the clock, and what it changed there."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -76,6 +77,68 @@ def test_the_clock_runs_once_and_stops_at_the_budget(scored_cache, time, use_set
         clock.start()
     with pytest.raises(UserError, match="exactly one"):
         prepare.Clock()
+
+
+@dataclass
+class TwoRanks:
+    """A clock of one of two ranks; the sums of rank 0 are kept, and rank 1 gets them."""
+
+    sums: list[float]
+    rank: int = 0
+    asked: int = 0
+
+    def sum_over_ranks(self, value: float) -> float:
+        if self.rank == 0:
+            self.sums.append(value)
+        self.asked += 1
+        return self.sums[self.asked - 1]
+
+    def train(self, time, seconds_of_step, resumed: float = 0.0) -> tuple[list[float], float]:
+        """(progress before each step, seconds of the budget at the end)."""
+        clock = prepare.Clock()
+        clock.start(resumed)
+        progress = []
+        while not clock.done():
+            progress.append(clock.progress())
+            time.now += seconds_of_step(len(progress))
+        clock.stop()
+        return progress, clock.elapsed()
+
+
+@pytest.fixture
+def two_ranks(monkeypatch, scored_cache, use_settings) -> TwoRanks:
+    """With a budget of 100 s."""
+    use_settings(scored_cache.folder.parent, TIME_BUDGET=100)
+    both = TwoRanks([])
+    monkeypatch.setattr(prepare, "ranks", lambda: (both.rank, 2))
+    monkeypatch.setattr(prepare, "sum_over_ranks", both.sum_over_ranks)
+    return both
+
+
+@pytest.mark.parametrize("resumed", [0.0, 60.0])
+@pytest.mark.parametrize("seconds", [0.07, 0.3, 1.0, 30.0])
+def test_ranks_that_agree_now_and_then_stop_as_if_they_agreed_at_each_step(
+    two_ranks, time, seconds, resumed
+):
+    progress, used = two_ranks.train(time, lambda step: seconds, resumed)
+    assert 100 <= used < 100 + seconds + 1e-6
+    exact = [(resumed + i * seconds) / 100 for i in range(len(progress))]
+    assert progress == pytest.approx(exact, abs=1e-6)
+    if seconds < 0.5:
+        assert two_ranks.asked < len(progress) / 3
+
+
+def test_a_rank_with_another_speed_stops_at_the_same_step(two_ranks, time, monkeypatch):
+    def uneven(step):
+        return 0.05 if step < 900 else 0.5
+
+    progress, used = two_ranks.train(time, uneven)
+    assert 100 <= used < 105  # the ten steps that began before it grew slow
+    monkeypatch.setattr(prepare, "_run", prepare.RunState())
+    two_ranks.rank = 1
+    two_ranks.asked = 0
+    assert two_ranks.train(time, lambda step: 0.02)[0] == progress
+
 
 
 def test_the_clock_stands_still_in_a_preview(scored_cache, time):
