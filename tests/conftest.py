@@ -27,15 +27,22 @@ from harness import guard
 from harness.common import file_hash, write_atomic
 from harness.documents import save_tokenizer, train_tokenizer
 
-# A job in the background ignores Ctrl-C, and so would its children.
+# A job in the background ignores Ctrl-C, one under nohup a hang-up, and so would their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory) -> dict[str, str]:
-    """The environment of processes that see a prepared tiny-embedded cache."""
+def prepared(tmp_path_factory, worker_id) -> dict[str, str]:
+    """The environment of processes that see a prepared tiny-embedded cache.
+
+    All processes of pytest-xdist share it: the first one makes it, the others wait.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent
     environment = clean_environment(
-        AUTORESEARCH_CACHE=str(tmp_path_factory.mktemp("cache")),
+        AUTORESEARCH_CACHE=str(folder / "cache"),
         AUTORESEARCH_PROFILE="tiny",
         AUTORESEARCH_DATA="embedded",
     )

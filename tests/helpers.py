@@ -1,9 +1,13 @@
 """What several test files share and is no fixture."""
 
+import atexit
+import compileall
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +16,7 @@ from harness.process import start_time
 
 ROOT = Path(__file__).resolve().parent.parent
 DROPPED = ("AUTORESEARCH_", "GIT_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+DROPPED += ("PYTHONDONTWRITEBYTECODE",)  # a command starts twice as fast with bytecode
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -34,6 +39,17 @@ def git(folder: Path, *args: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@functools.cache
+def compiled_harness() -> Path:
+    """A copy of harness/ with its bytecode: checkouts that are copied from it start faster."""
+    folder = Path(tempfile.mkdtemp(prefix="harness-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "harness", folder, ignore=ignored, dirs_exist_ok=True)
+    compileall.compile_dir(folder, quiet=1)
+    return folder
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
@@ -88,9 +104,7 @@ def make_checkout(folder: Path, train: str, prepare: str | None = PREPARE) -> Pa
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("autoresearch.sh", "pyproject.toml", ".gitignore", ".gitattributes"):
         shutil.copy(ROOT / name, folder / name)
-    shutil.copytree(
-        ROOT / "harness", folder / "harness", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(compiled_harness(), folder / "harness")
     if prepare is None:
         shutil.copy(ROOT / "prepare.py", folder / "prepare.py")
     else:

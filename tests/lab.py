@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import ROOT, clean_environment, git, wait_until
+from helpers import ROOT, clean_environment, compiled_harness, git, wait_until
 
 # prepare.py without torch: the settings, and nothing to prepare. FAKE_* stand for what a machine
 # or the data may do; they reach it through the environment, as a user's variables would.
@@ -90,8 +90,7 @@ class Lab:
         root.mkdir(parents=True)
         for name in ("autoresearch.sh", "pyproject.toml", ".gitignore", ".gitattributes"):
             shutil.copy(ROOT / name, root / name)
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "harness", root / "harness", ignore=ignored)
+        shutil.copytree(compiled_harness(), root / "harness")
         (root / "prepare.py").write_text(PREPARE)
         (root / "README.md").write_text("about\n")
         git(top or root, "init", "-q", "-b", "autoresearch/test")
