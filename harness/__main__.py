@@ -41,12 +41,13 @@ def add_test_parser(commands) -> None:
 
 
 def test(args: argparse.Namespace) -> int:
-    """Become pytest, in the same environment."""
+    """Become pytest, in the same environment; whole suites run on all cores."""
     command = [sys.executable, "-m", "pytest"]
     if "--all" not in args.arguments:
         say("the quick tests; 'bash autoresearch.sh test --all' runs all of them")
         command += ["-m", "not slow and not gpu"]
-    command += [argument for argument in args.arguments if argument != "--all"]
+    others = [argument for argument in args.arguments if argument != "--all"]
+    command += others or ["-n", "auto", "--dist", "worksteal"]
     os.chdir(args.root)
     os.execv(sys.executable, command)
 

@@ -20,7 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from helpers import ROOT, clean_environment
+from lab import Lab
 
 import prepare
 from harness import guard
@@ -30,6 +32,19 @@ from harness.documents import save_tokenizer, train_tokenizer
 # A job in the background ignores Ctrl-C, one under nohup a hang-up, and so would their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Several processes of pytest-xdist share the cores: more threads than cores only disturb each other
+if n_workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    n_threads = max(1, os.cpu_count() // int(n_workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
+    torch.set_num_threads(n_threads)
+
+
+def pytest_collection_modifyitems(items):
+    """Whatever needs the real cache is slow: to make it takes half a minute."""
+    for item in items:
+        if "prepared" in item.fixturenames:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +108,26 @@ def use_settings(monkeypatch):
 
     yield use
     prepare.settings.cache_clear()
+
+
+@pytest.fixture
+def lab(tmp_path) -> Lab:
+    """A checkout with a stand-in train.py."""
+    return Lab(tmp_path / "repo")
+
+
+@pytest.fixture(scope="session")
+def checkout_with_baseline(tmp_path_factory) -> Path:
+    """The same after its first run."""
+    lab = Lab(tmp_path_factory.mktemp("lab") / "repo")
+    lab.attempt("baseline")
+    return lab.root
+
+
+@pytest.fixture
+def based(checkout_with_baseline, tmp_path) -> Lab:
+    """A checkout with a baseline of one run, score 1.0."""
+    return Lab(tmp_path / "repo", original=checkout_with_baseline)
 
 
 def sentences(seed: int, n: int) -> list[str]:

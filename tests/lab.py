@@ -80,20 +80,31 @@ class Done:
 
 
 class Lab:
-    """A checkout on an experiment branch, and the commands in it."""
+    """A checkout on an experiment branch, and the commands in it.
 
-    def __init__(self, root: Path, top: Path | None = None):
+    top: the folder that becomes the repository, if not root; original: a checkout to copy.
+    """
+
+    def __init__(self, root: Path, top: Path | None = None, original: Path | None = None):
         self.root = root
         self.train = root / "train.py"
         self.log = root / "autoresearch.jsonl"
         self.runs = root / ".autoresearch" / "runs"
+        if original:
+            shutil.copytree(original, root, symlinks=True)
+        else:
+            self.make(top or root)
+
+    def make(self, top: Path) -> None:
+        """Make the files and the first commit."""
+        root = self.root
         root.mkdir(parents=True)
         for name in ("autoresearch.sh", "pyproject.toml", ".gitignore", ".gitattributes"):
             shutil.copy(ROOT / name, root / name)
         shutil.copytree(compiled_harness(), root / "harness")
         (root / "prepare.py").write_text(PREPARE)
         (root / "README.md").write_text("about\n")
-        git(top or root, "init", "-q", "-b", "autoresearch/test")
+        git(top, "init", "-q", "-b", "autoresearch/test")
         self.git("config", "user.name", "A User")
         self.git("config", "user.email", "user@example.com")
         self.edit()

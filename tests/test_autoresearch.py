@@ -83,8 +83,9 @@ def test_an_older_train_py_scores_and_is_marked(checkout, prepared):
     assert "marked: the clock of prepare.py was not used" in done.stderr
 
 
-def test_an_unknown_profile_is_refused_by_prepare_in_its_own_words(checkout, prepared):
-    done = run(checkout, prepared, HONEST, AUTORESEARCH_PROFILE="huge")
+@pytest.mark.slow
+def test_an_unknown_profile_is_refused_by_prepare_in_its_own_words(checkout):
+    done = run(checkout, clean_environment(), HONEST, AUTORESEARCH_PROFILE="huge")
     assert done.returncode == 2
     assert "AUTORESEARCH_PROFILE='huge' is unknown. hint: one of full, small, tiny" in done.stderr
 

@@ -12,17 +12,6 @@ from harness.session import CLOCKLESS, LIMIT_OF_CHECK, OUTSIDE_CLOCK
 EVIL = 'quotes \' " `id`\n\ttab $(touch pwned) \\ # é <script> --amend\n{"run": 9}'
 
 
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "repo")
-
-
-@pytest.fixture
-def based(lab):
-    lab.attempt("baseline")
-    return lab
-
-
 # ---- keep ----
 
 
@@ -75,6 +64,7 @@ def test_the_folder_of_a_run_has_its_log_record_and_diff(based):
     assert "+SCORE = 0.9" in (folder / "train.diff").read_text()
 
 
+@pytest.mark.slow
 def test_candidates_are_compared_with_what_was_kept(based):
     for score, status in ((0.9, "keep"), (0.95, "discard"), (0.8, "keep")):
         based.edit(score)
@@ -123,6 +113,7 @@ def test_a_run_that_was_not_compiled_says_so_against_one_that_was(lab):
     assert lab.rows()[-1]["compiled"] is False and lab.rows()[-1]["torch"] == "2"
 
 
+@pytest.mark.slow
 def test_the_users_checks_can_fail_a_run(based):
     (based.root / "autoresearch.checks.sh").write_text("! grep -q 0.5 train.py\n")
     based.edit(0.5)
@@ -141,6 +132,7 @@ def test_a_description_is_never_a_shell_word_or_a_line(based):
     assert not (based.root / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_a_signing_key_that_is_not_there_stops_nothing(lab):
     lab.git("config", "commit.gpgsign", "true")
     lab.git("config", "gpg.program", "/bin/false")
@@ -166,6 +158,7 @@ def test_a_commit_hooks_environment_is_not_ours(based):
     based.assert_settled()
 
 
+@pytest.mark.slow
 def test_in_a_subfolder_of_a_larger_repository(tmp_path):
     lab = Lab(tmp_path / "big" / "lab", top=tmp_path / "big")
     (tmp_path / "big" / "other.txt").write_text("")
@@ -282,6 +275,7 @@ def test_the_mark_of_an_old_style_file_is_a_fault_where_the_baseline_has_none(ba
 # ---- the user's hooks ----
 
 
+@pytest.mark.slow
 def test_no_hook_runs_for_a_candidate(based, tmp_path):
     for name in ("pre-commit", "commit-msg", "post-checkout", "reference-transaction"):
         based.add_hook(name, f"touch '{tmp_path}/{name}'\n")
@@ -362,6 +356,7 @@ def test_refuses_a_file_that_does_not_parse(based, refused):
     refused("does not parse")
 
 
+@pytest.mark.slow
 def test_refuses_a_changed_fixed_file_even_when_committed(based, refused):
     based.edit(0.9)
     (based.root / "prepare.py").write_text(based.git("show", "HEAD:prepare.py") + "\n# easier\n")
@@ -379,6 +374,7 @@ def test_refuses_a_helper_that_is_not_committed(based, refused):
     refused("helper.py")
 
 
+@pytest.mark.slow
 def test_an_untracked_file_neither_reaches_the_run_nor_is_lost(based):
     (based.root / "notes.txt").write_text("mine")
     based.edit(0.9, "open('notes.txt')")
@@ -508,6 +504,7 @@ def test_another_branch_checked_out_during_the_run_is_not_touched(based, tmp_pat
     based.assert_settled()
 
 
+@pytest.mark.slow
 def test_three_at_once_each_with_its_gpu(based, tmp_path):
     gates = [tmp_path / name for name in "abc"]
     scores = (0.9, 0.8, 1.2)
@@ -527,6 +524,7 @@ def test_three_at_once_each_with_its_gpu(based, tmp_path):
     based.assert_settled()
 
 
+@pytest.mark.slow
 def test_two_that_are_both_better_are_two_commits_of_measured_bytes(based, tmp_path):
     one = based.hold(0.9, tmp_path / "one", "--gpu", "0", first_line="ONE = 1\n")
     two = based.hold(0.8, tmp_path / "two", "--gpu", "1", first_line="TWO = 2\n")

@@ -11,13 +11,6 @@ from lab import QUICK_TRY, Lab, finished, killed, score_in
 STILL_RUNNING = 75
 
 
-@pytest.fixture
-def based(tmp_path):
-    lab = Lab(tmp_path / "repo")
-    lab.attempt("baseline")
-    return lab
-
-
 def detached(lab, score, gate, *args):
     """Start a run in the background that waits for the file `gate`; returns its id."""
     lab.edit(score)
@@ -38,6 +31,7 @@ def test_detach_returns_at_once_and_gives_train_py_back(based, tmp_path):
     assert based.score_at() == 0.9 and score_in(based.train.read_text()) == 0.7
 
 
+@pytest.mark.slow
 def test_wait_says_still_running_and_how_far(based, tmp_path):
     run = detached(based, 1.1, tmp_path / "gate")
     done = based.call("wait", "--timeout", "0.1", code=STILL_RUNNING)
@@ -55,6 +49,7 @@ def test_wait_ends_with_the_exit_code_of_the_run(based, tmp_path):
     assert "crash" in done.out and "boom" in done.text and "git restore -s" in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_wait_does_not_hurt_the_run(based, tmp_path, number):
     run = detached(based, 0.9, tmp_path / "gate")
@@ -85,6 +80,7 @@ def is_work(pid, run):
         return False
 
 
+@pytest.mark.slow
 def test_the_first_idea_may_be_detached_and_makes_its_baseline(tmp_path):
     lab = Lab(tmp_path / "repo")
     lab.edit(0.9)
@@ -132,6 +128,7 @@ def test_wait_for_an_unknown_run_says_so(based):
 # ---- confirm ----
 
 
+@pytest.mark.slow
 def test_confirm_takes_a_dropped_run_up_where_it_stands(based):
     based.edit(0.9995)
     out = based.attempt("a near miss")
@@ -175,6 +172,7 @@ def test_killing_the_starter_after_it_returned_changes_nothing(based, tmp_path):
 # ---- without a candidate ----
 
 
+@pytest.mark.slow
 def test_the_baseline_and_its_repeats_may_be_detached(tmp_path):
     lab = Lab(tmp_path / "repo")
     run = lab.call("try", "baseline", "--detach", "--repeats", "3").out.split()[1]
@@ -183,6 +181,7 @@ def test_the_baseline_and_its_repeats_may_be_detached(tmp_path):
     lab.assert_settled()
 
 
+@pytest.mark.slow
 def test_noise_may_be_detached_and_says_how_far_it_is(based, tmp_path):
     out = based.call("noise", "--detach", "--repeats", "3", GATE=str(tmp_path / "gate")).out
     wait_until(lambda: list(based.runs.glob("*/started")))

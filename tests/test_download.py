@@ -326,6 +326,7 @@ def test_killed_anywhere_the_next_run_completes(climbmix):
     assert (contents(climbmix.cache), contents(climbmix.raw)) == expected
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_a_download(climbmix, hub):
     path = f"/datasets/{CLIMBMIX}/resolve/main/shard_00000.parquet"
     hub.faults[path] = [{"stall": 16384}]
@@ -340,6 +341,7 @@ def test_kill_in_the_middle_of_a_download(climbmix, hub):
     assert len(hub.asked("shard_00006.parquet")) == 1
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_resumable_state(climbmix, hub):
     path = f"/datasets/{CLIMBMIX}/resolve/main/shard_00001.parquet"
     hub.faults[path] = [{"stall": 16384}]
@@ -353,6 +355,7 @@ def test_interrupt_leaves_resumable_state(climbmix, hub):
     assert hub.asked("shard_00001.parquet")[1]["Range"] == "bytes=16384-"
 
 
+@pytest.mark.slow
 def test_two_at_once(climbmix, hub):
     path = f"/datasets/{CLIMBMIX}/resolve/main/shard_00000.parquet"
     hub.faults[path] = [{"stall": 16384}]
@@ -383,11 +386,13 @@ def test_missing_shards_by_name(climbmix, hub):
     assert "shard_00006" in climbmix("--num-shards", "1", "--allow-missing", code=2).stderr
 
 
+@pytest.mark.slow
 def test_no_space(climbmix):
     process = climbmix("--num-shards", "1", code=2, DRILL="full disk")
     assert "File too large" in process.stderr and "AUTORESEARCH_CACHE" in process.stderr
 
 
+@pytest.mark.slow
 def test_no_permission(climbmix, tmp_path):
     (tmp_path / "file").write_text("")
     below_a_file = str(tmp_path / "file" / "cache")
@@ -395,6 +400,7 @@ def test_no_permission(climbmix, tmp_path):
     assert "file" in process.stderr and "AUTORESEARCH_CACHE" in process.stderr
 
 
+@pytest.mark.slow
 def test_tinystories_layout_comes_from_the_hub(climbmix, hub):
     stories = sentences(1, 1500)
     hub.add("karpathy/tinystories-gpt4-clean", "all-stories.parquet", parquet(stories))

@@ -9,17 +9,6 @@ from helpers import wait_until
 from lab import QUICK_TRY, Lab, finished, killed, score_in
 
 
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "repo")
-
-
-@pytest.fixture
-def based(lab):
-    lab.attempt("baseline")
-    return lab
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_run_and_is_logged_at_once(based, tmp_path, number):
     process = based.hold(0.9, tmp_path / "gate")

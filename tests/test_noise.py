@@ -31,10 +31,16 @@ def lab(tmp_path):
     return NoisyLab(tmp_path / "repo")
 
 
-@pytest.fixture
-def based(lab):
+@pytest.fixture(scope="module")
+def checkout_with_noise(tmp_path_factory):
+    lab = NoisyLab(tmp_path_factory.mktemp("lab") / "repo")
     lab.attempt("baseline")
-    return lab
+    return lab.root
+
+
+@pytest.fixture
+def based(checkout_with_noise, tmp_path):
+    return NoisyLab(tmp_path / "repo", original=checkout_with_noise)
 
 
 def test_the_first_try_measures_the_noise_before_its_idea(lab):
@@ -49,6 +55,7 @@ def test_the_first_try_measures_the_noise_before_its_idea(lab):
     assert "measured" in lab.rows()[1]["floor_source"]
 
 
+@pytest.mark.slow
 def test_repeats_that_an_interruption_cut_off_are_not_lost(lab, tmp_path):
     slow = "if seed == 1340:\n    open(folder + '/third', 'w').close(); time.sleep(60)"
     lab.edit(1.0, slow)
@@ -70,6 +77,7 @@ def test_noise_prints_the_floor_of_all_scores_of_the_incumbent(based):
     assert len(based.scores()) == 6
 
 
+@pytest.mark.slow
 def test_a_doubtful_candidate_is_run_again_on_other_seeds(based):
     based.edit(0.995)
     out = based.attempt("1.6 standard deviations better")
@@ -96,6 +104,7 @@ def test_a_clear_result_takes_few_runs(based, score, status, runs):
     assert row["status"] == status and row["runs"] <= runs
 
 
+@pytest.mark.slow
 def test_the_same_code_tried_twice_counts_twice(based):
     based.edit(0.995)
     based.attempt("a near miss", "--once")
@@ -128,6 +137,7 @@ def test_a_candidate_that_fails_on_another_seed_is_dropped_with_the_reason(based
     assert "boom" in row["detail"] and "boom" in out
 
 
+@pytest.mark.slow
 def test_confirm_keeps_what_all_scores_support(based):
     based.edit(0.95, "if seed == 1337:\n    score = record['val_bpb'] = 0.9995")
     based.attempt("unlucky at first", "--once")
@@ -150,12 +160,18 @@ if os.path.exists(os.environ.get('BUSY', '')):
 """
 
 
-@pytest.fixture
-def probed(lab):
+@pytest.fixture(scope="module")
+def checkout_with_probes(tmp_path_factory):
+    lab = NoisyLab(tmp_path_factory.mktemp("lab") / "repo")
     lab.edit(1.0, PROBE)
     lab.git("commit", "-qam", "with the speed of a fixed product")
     lab.attempt("baseline")
-    return lab
+    return lab.root
+
+
+@pytest.fixture
+def probed(checkout_with_probes, tmp_path):
+    return NoisyLab(tmp_path / "repo", original=checkout_with_probes)
 
 
 def test_a_disturbed_run_is_repeated_once_and_judged_by_the_second(probed, tmp_path):
@@ -168,6 +184,7 @@ def test_a_disturbed_run_is_repeated_once_and_judged_by_the_second(probed, tmp_p
     assert [bool(entry.get("disturbed")) for entry in probed.scores()[-2:]] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_disturbed_twice_is_not_judged(probed, tmp_path):
     (tmp_path / "busy").touch()
     probed.edit(0.9, PROBE)

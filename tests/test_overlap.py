@@ -47,6 +47,7 @@ def make_held_out(rows: np.ndarray) -> HeldOut:
     return HeldOut(NO_HASHES, {"val_rows.bin": rows, "holdout_rows.bin": rows[:2]}, BOS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [0, 1, WINDOW - 1, WINDOW, WINDOW + 1, 500])
 def test_rolling_hash_is_a_function_of_the_run_alone(n):
     tokens = random_text(np.random.default_rng(n), n)

@@ -3,18 +3,7 @@
 import json
 
 import pytest
-from lab import Lab, many_rows
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "repo")
-
-
-@pytest.fixture
-def based(lab):
-    lab.attempt("baseline")
-    return lab
+from lab import many_rows
 
 
 @pytest.mark.parametrize("command", ["status", "resume"])
@@ -64,6 +53,7 @@ def test_a_session_begins_after_the_rows_of_another_tool(lab):
     ]
 
 
+@pytest.mark.slow
 def test_three_dropped_ideas_ask_for_another_direction(based):
     for score in (1.1, 1.2, 1.3):
         assert "step back" not in based.call("status").out
@@ -72,6 +62,7 @@ def test_three_dropped_ideas_ask_for_another_direction(based):
     assert "3 ideas in a row were not kept" in based.call("status").out
 
 
+@pytest.mark.slow
 def test_a_typo_is_no_idea_that_was_not_kept(based):
     for score in (1.1, 1.2):
         based.edit(score)
@@ -89,6 +80,7 @@ def test_the_verdict_has_steps_and_those_of_the_incumbent(based):
     assert "steps 9 (incumbent 7)" in out and "kept" in out
 
 
+@pytest.mark.slow
 def test_interrupted_refused_and_crashed_are_three_words(based):
     based.edit(0.9, "sys.exit(2)")
     assert "refused " in based.attempt("refused by train.py", code=1)
@@ -109,6 +101,7 @@ def test_memory_is_no_matter_on_a_cpu(based):
     assert "peak memory" not in based.attempt("compiles more")
 
 
+@pytest.mark.slow
 def test_best_and_code_agree_after_a_simplification(based):
     based.edit(0.9)
     based.attempt("better")
@@ -120,6 +113,7 @@ def test_best_and_code_agree_after_a_simplification(based):
     assert "best     0.900000 (run 3): shorter" in based.call("status").out
 
 
+@pytest.mark.slow
 def test_no_output_shows_the_score_on_the_hold_out_text(lab):
     lab.edit(1.0, "record['holdout_bpb'] = 0.777777")
     lab.git("commit", "-qam", "with a hold-out score")

@@ -386,6 +386,7 @@ def test_a_click_on_a_point_opens_its_run_also_when_filtered_out(view):
     assert len(view.elements(".detail")) == 2
 
 
+@pytest.mark.slow
 def test_a_thousand_rows_sort_and_filter(view):
     view.show(make_rows(1000))
     assert len(view.elements("tr.run")) == 1000

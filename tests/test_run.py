@@ -348,6 +348,7 @@ def test_a_run_keeps_only_harmless_variables_of_python_and_none_of_torchrun():
 # ---- the fixed files ----
 
 
+@pytest.mark.slow
 def test_fixed_files_are_those_of_the_session(checkout):
     assert checkout.run().returncode == 0  # begins the session
     with open(checkout.root / "prepare.py", "a") as file:
@@ -382,6 +383,7 @@ def test_the_fixed_files_of_a_checkout_in_a_larger_repository_are_found(tmp_path
     assert done.returncode == 2 and ": harness/run.py. hint" in done.err
 
 
+@pytest.mark.slow
 def test_files_added_to_or_removed_from_the_harness_count(checkout):
     assert checkout.run().returncode == 0
     (checkout.root / "harness/extra.py").touch()

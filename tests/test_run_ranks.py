@@ -40,6 +40,7 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(make_checkout(tmp_path / "clone", GLOO))
 
 
+@pytest.mark.slow
 def test_two_ranks_train_together_and_print_one_score(checkout):
     done = checkout.run(AUTORESEARCH_RANKS="2", OMP_NUM_THREADS="1", RANK="7", WORLD_SIZE="9")
     assert done.returncode == 0, done.err
@@ -67,6 +68,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_code_and_words(
     assert not any(is_alive(checkout.pid(f"pid{rank}")) for rank in range(3))
 
 
+@pytest.mark.slow
 def test_a_timeout_ends_all_ranks(checkout):
     train = FAILING.replace("END", "pass").replace("FAILS", "0")
     done = checkout.run(train, AUTORESEARCH_RANKS="3", AUTORESEARCH_HARD_LIMIT="2")

@@ -5,15 +5,16 @@ from helpers import git
 from lab import Lab, finished, score_in
 
 
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path / "repo")
-
-
-@pytest.fixture
-def based(lab):
+@pytest.fixture(scope="module")
+def checkout_with_settings(tmp_path_factory):
+    lab = Lab(tmp_path_factory.mktemp("lab") / "repo")
     lab.attempt("baseline", AUTORESEARCH_TIME_BUDGET="60", AUTORESEARCH_SEED="7")
-    return lab
+    return lab.root
+
+
+@pytest.fixture
+def based(checkout_with_settings, tmp_path):
+    return Lab(tmp_path / "repo", original=checkout_with_settings)
 
 
 def test_a_shell_without_the_variables_goes_on_with_the_sessions_settings(based):
@@ -24,6 +25,7 @@ def test_a_shell_without_the_variables_goes_on_with_the_sessions_settings(based)
     assert "budget 60 s, seed 7" in based.call("resume").out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value"),
     [

@@ -258,6 +258,7 @@ def heavy_tailed(count):
 SHARES = {0: 0.8, 2: 0.05, 3: 0.05, -2: 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [normal, heavy_tailed])
 def test_error_rates_of_a_session(draw):
     rates = simulate(draw, SHARES, sessions=1500)
