@@ -27,7 +27,7 @@ newest_python() { # the newest suitable one on PATH
 build() { # .venv with the pinned dependencies
   local base
   if command -v uv >/dev/null; then
-    UV_PROJECT_ENVIRONMENT=.venv uv sync --quiet >&2
+    UV_PROJECT_ENVIRONMENT=.venv uv sync --quiet --inexact >&2 # keeps ray, see docs/fleet.md
     return
   fi
   base=$(newest_python) || refuse "no Python 3.10 to 3.14 with pip on PATH. hint: install one or uv"

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness import attempt, detach, fixed, report, run, status
+from harness import attempt, detach, fixed, fleet_check, report, run, status, sweep
 from harness.common import UserError, say
 from harness.process import raise_on_signals
 
@@ -26,7 +26,8 @@ _HARD_LIMIT (seconds until a run is killed; default: twice the budget and 120),
 _RUN_DIR (folder for the record of a run; default: .autoresearch/last),
 _PYTHON (an interpreter to use as it is; nothing is set up then).
 """
-MODULES = (run, attempt, detach, status, report, fixed)  # each registers its commands
+# Each registers its commands.
+MODULES = (run, attempt, sweep, detach, status, report, fleet_check, fixed)
 
 
 def add_test_parser(commands) -> None:

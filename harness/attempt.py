@@ -13,14 +13,15 @@ from harness.checks import (
 from harness.common import UserError
 from harness.detach import detach, work_on
 from harness.log import strict_json
-from harness.measure import add_gpu
 from harness.overview import find_row
+from harness.place import OPTIONS as PLACE
+from harness.place import Place, add_place
 from harness.repository import subject_and_body
 from harness.series import add_detach, add_noise_options, add_repeats, open_baseline, open_noise
 from harness.workspace import Run, Workspace
 
 # What a run needs to know later; kept in its record.
-OPTIONS = ("simpler", "once", "memory_factor", "new_session", "repeats", "gpu")
+OPTIONS = ("simpler", "once", "memory_factor", "new_session", "repeats", "seeds", *PLACE)
 
 
 def add_parser(commands) -> None:
@@ -61,18 +62,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--new-session", action="store_true", help="begin again: new settings, new baseline"
     )
     add_repeats(parser)
-    add_gpu(parser)
+    add_place(parser)
+    parser.set_defaults(seeds=1)
 
 
 def try_command(args: argparse.Namespace) -> int:
     """One idea, from the edit to the verdict. Returns the exit code."""
     workspace = Workspace(args.root)
     description, asi = read_words(args)
+    place = Place.of(vars(args))
+    place.check()
     rows = begin(workspace)
     check_edits(workspace)
     session = None if args.new_session else present_session(workspace, rows)
     if session:
-        check_session(session, workspace)
+        check_session(session, workspace, place)
     if session is None and idea_of(workspace.repository) == "nothing":
         return carry_out(open_baseline(workspace, args, description, asi), args.detach)
     check_idea(workspace)
@@ -83,6 +87,8 @@ def try_command(args: argparse.Namespace) -> int:
 def confirm_command(args: argparse.Namespace) -> int:
     """One more run of an earlier candidate, and as many as the verdict needs after it."""
     workspace = Workspace(args.root)
+    place = Place.of(vars(args))
+    place.check()
     rows = begin(workspace)
     check_edits(workspace)
     row = find_row(rows, args.run)
@@ -97,7 +103,7 @@ def confirm_command(args: argparse.Namespace) -> int:
             f"run {row['run']} is of another session. hint: "
             f"'git restore -s {row['ref']} train.py', then 'try'"
         )
-    check_session(session, workspace)
+    check_session(session, workspace, place)
     content = workspace.repository.train_at(commit)
     description = row["description"].removeprefix("confirm: ")
     run = open_candidate(

@@ -4,7 +4,8 @@ from harness.checks import present_session
 from harness.common import say
 from harness.finish import finish, recover_run
 from harness.log import change_row, number
-from harness.measure import Result, measure_fairly, record_score
+from harness.measure import HERE, Result, measure_fairly, record_score
+from harness.place import Place
 from harness.scores import Scores
 from harness.session import Session
 from harness.workspace import Run, Stop, Workspace
@@ -18,7 +19,7 @@ FAILED_BASELINE = 3  # exit code: there is no baseline, so nothing can be judged
 def make_baseline(
     workspace: Workspace,
     commit: str,
-    gpu: str | None,
+    place: Place,
     new_session: bool = False,
     description: str = "baseline",
     asi: dict | None = None,
@@ -41,7 +42,7 @@ def make_baseline(
             return session
         with workspace.lock():
             run = Run.open(workspace, "baseline", description, asi=asi or {}, commit=commit)
-        result = measure_extra(run, commit, None, gpu=gpu)
+        result = measure_extra(run, commit, None, place=place)
         with workspace.lock():
             if result.status == "scored":
                 if result.marks:
@@ -59,7 +60,7 @@ def make_baseline(
 
 
 def measure_noise(
-    workspace: Workspace, row: dict, repeats: int, gpu: str | None, run: Run | None = None
+    workspace: Workspace, row: dict, repeats: int, place: Place, run: Run | None = None
 ) -> list[float]:
     """Repeat the code of a row until it has so many scores; returns them.
 
@@ -77,16 +78,17 @@ def measure_noise(
         f"measuring the noise: {missing} more runs of {row['commit']}, about {minutes:.0f} "
         "minutes; each counts, also after an interruption"
     )
-    for _ in range(missing + DISTURBED):
-        rows = workspace.rows()
-        session = Session.of(rows)
-        scores = Scores.of(workspace, rows).of_code(row["code"])
-        if len(scores) >= repeats or session is None:
-            break
-        if run:
-            left = repeats - len(scores)
-            run.enter(f"measuring the noise, run {len(scores) + 1} of {repeats}", left + 1)
-        repeat(workspace, session, row["commit_id"], len(scores), gpu)
+    with workspace.only_one("noise", "waiting for the repeats that another run makes"):
+        for _ in range(missing + DISTURBED):
+            rows = workspace.rows()
+            session = Session.of(rows)
+            scores = Scores.of(workspace, rows).of_code(row["code"])
+            if len(scores) >= repeats or session is None:
+                break
+            if run:
+                left = repeats - len(scores)
+                run.enter(f"measuring the noise, run {len(scores) + 1} of {repeats}", left + 1)
+            repeat(workspace, session, row["commit_id"], len(scores), place)
 
     def with_repeats(found: dict) -> dict:
         return found | {"repeats": scores} if found.get("id") == row["id"] else found
@@ -97,20 +99,19 @@ def measure_noise(
 
 
 def repeat(
-    workspace: Workspace, session: Session, commit: str, count: int, gpu: str | None = None
+    workspace: Workspace, session: Session, commit: str, count: int, place: Place = HERE
 ) -> Result:
-    """One more run of a commit, on the seed after `count` others; it has no row of its own.
+    """One more run of a commit, on a seed after `count` others; it has no row of its own.
 
     Raises:
         Stop: it fails. A disturbed one does not raise, and does not count.
     """
-    seed = (session.seed + count) % SEEDS
     with workspace.lock():
+        seed = free_seed(workspace, session, commit, count)
         words = f"{commit[:7]} on seed {seed}"
-        run = Run.open(
-            workspace, "probe", words, commit=commit, comparison=list(session.comparison)
-        )
-    result = measure_extra(run, commit, session, seed, gpu)
+        comparison = list(session.comparison)
+        run = Run.open(workspace, "probe", words, commit=commit, comparison=comparison, seed=seed)
+    result = measure_extra(run, commit, session, seed, place)
     with workspace.lock():
         run.close(f"seed-{seed}-{commit[:7]}-{run.id}")
     if result.status not in ("scored", "disturbed"):
@@ -118,12 +119,34 @@ def repeat(
     return result
 
 
+def free_seed(workspace: Workspace, session: Session, commit: str, count: int) -> int:
+    """A seed on which the code of this commit has no score, and on which it is not running.
+
+    Several runs at once may all want one more score of the incumbent. On one seed they would be
+    the same experiment, counted as several. The caller holds the lock.
+    """
+    code = workspace.repository.train_blob(commit)
+    scores = Scores.of(workspace, workspace.rows()).undisturbed()
+    taken = {entry["seed"] for entry in scores if entry["code"] == code}
+    for folder in workspace.open_folders("probe"):
+        record = Run(workspace, folder).record
+        if workspace.repository.train_blob(record["commit"]) == code:
+            taken.add(record.get("seed"))
+    while (session.seed + count) % SEEDS in taken:
+        count += 1
+    return (session.seed + count) % SEEDS
+
+
 def measure_extra(
-    run: Run, commit: str, session: Session | None, seed: int | None = None, gpu: str | None = None
+    run: Run,
+    commit: str,
+    session: Session | None,
+    seed: int | None = None,
+    place: Place = HERE,
 ) -> Result:
     """Measure a run that is no candidate; when that is cut off, nothing of it stays open."""
     try:
-        return measure_fairly(run, commit, session, seed, gpu)
+        return measure_fairly(run, commit, session, seed, place)
     except BaseException:
         with run.workspace.lock():
             recover_run(run)

@@ -12,8 +12,9 @@ from harness.common import UserError
 from harness.finish import recover
 from harness.fixed import check_fixed, fixed_hash
 from harness.git import GitError
+from harness.place import Place
 from harness.repository import Repository
-from harness.session import Session
+from harness.session import OtherSettings, Session
 from harness.settings import check_settings
 from harness.workspace import Workspace
 
@@ -42,8 +43,13 @@ def present_session(workspace: Workspace, rows: list[dict]) -> Session | None:
     return session
 
 
-def check_session(session: Session, workspace: Workspace) -> None:
-    """Refuse settings that are not those of the session."""
+def check_session(session: Session, workspace: Workspace, place: Place | None = None) -> None:
+    """Refuse settings that are not those of the session, and another place if one is given."""
+    try:
+        if place:
+            session.check_place(place.label)
+    except OtherSettings as error:
+        raise UserError(str(error)) from None
     conflicts = session.conflicts(workspace.root)
     if conflicts:
         raise UserError(

@@ -44,6 +44,14 @@ def add_parser(commands) -> None:
 
 
 def detach(run: Run) -> int:
+    """Start an open run in the background and say how to get its verdict."""
+    start(run)
+    print(f"run {run.id} is under way; train.py is the kept one, ready for the next idea")
+    print(f"verdict: {COMMAND} wait {run.id}")
+    return 0
+
+
+def start(run: Run) -> None:
     """Hand an open run to a process of its own; train.py becomes the kept one again."""
     workspace = run.workspace
     command = [sys.executable, "-m", "harness", "work", run.id]
@@ -63,9 +71,6 @@ def detach(run: Run) -> int:
             time.sleep(0.02)
         if run.record["kind"] == "candidate":
             give_back(run)
-    print(f"run {run.id} is under way; train.py is the kept one, ready for the next idea")
-    print(f"verdict: {COMMAND} wait {run.id}")
-    return 0
 
 
 def give_back(run: Run) -> None:

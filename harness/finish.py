@@ -41,6 +41,7 @@ def make_row(run: Run, result: Result, decision: dict) -> dict:
     metrics["millibits"] = round(1000 * row["metric"], 3)  # some readers show two decimals only
     row |= {name: data.get(name, settings.get(name)) for name in RECORD_KEYS}
     row |= {"data": settings.get("data"), "device_type": settings.get("device")}
+    row |= {"on": settings.get("on"), "node": settings.get("node")}
     row["seconds"] = result.seconds
     row["commit_id"] = record["commit"]
     row["code"] = run.workspace.repository.train_blob(record["commit"])

@@ -1,6 +1,5 @@
 """One measurement of a commit's train.py: in its own worktree, with the session's settings."""
 
-import argparse
 import os
 import sys
 import time
@@ -10,8 +9,10 @@ from pathlib import Path
 
 from harness.common import say
 from harness.fixed import FIXED, SESSION
+from harness.fleet import run_on_ray
 from harness.git import git
 from harness.log import current
+from harness.place import Place
 from harness.process import call
 from harness.repository import one_line
 from harness.run import Outcome, run_experiment
@@ -23,6 +24,7 @@ from harness.workspace import Run, Workspace
 CHECKS = "autoresearch.checks.sh"
 CHECKS_LIMIT = 300  # seconds for the user's checks
 ANY_SCORE = 1e6  # bits per byte
+HERE = Place()
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,6 @@ class Result:
         return cls(status, reason, detail, score=score, metrics=metrics, **common)
 
 
-def add_gpu(parser: argparse.ArgumentParser) -> None:
-    """The option --gpu of every command that trains."""
-    parser.add_argument("--gpu", metavar="N", help="the GPU to run on (CUDA_VISIBLE_DEVICES)")
-
-
 def telemetry(result: Result) -> dict:
     """What the machine gave a run, as harness.verdict.disturbance wants it."""
     return result.load | {"probe_tflops": result.record.get("probe_tflops")}
@@ -74,36 +71,45 @@ def measure(
     commit: str,
     session: Session | None = None,
     seed: int | None = None,
-    gpu: str | None = None,
+    place: Place = HERE,
 ) -> Result:
     """Run the commit's train.py once and return what came of it; also saved in the run's record.
 
     Args:
         session: gives the settings, and refuses others; None measures the session's own baseline.
         seed: instead of the session's.
+        place: this machine, or a cluster.
 
     Raises:
         OtherSettings: the settings are not the session's; train.py did not run.
+        Stop: no node of the cluster could run it.
     """
+    if session:
+        session.check_place(place.label)
     workspace = run.workspace
     repository = workspace.repository
     here = run.checkout(commit)
     begin = repository.git("rev-parse", SESSION)
     present = git("ls-tree", "--name-only", begin, "--", *FIXED, root=workspace.root).splitlines()
     git("checkout", "--quiet", begin, "--", *present, root=here)
-    environment = environment_of_run(workspace, os.environ, session, seed, gpu)
+    environment = environment_of_run(workspace, os.environ, session, seed, place.gpu)
     environment["AUTORESEARCH_SWEEP_BELOW"] = str(score_to_keep(workspace))
-    say(f"running {one_line(run.record['description'], 60)!r}; its log: {here / 'run.log'}")
-    outcome = run_experiment(
-        here,
-        run.folder,
-        environment,
-        sys.executable,
-        run_id=run.id,
-        checkout=workspace.root,
-        session=begin,
-        accept=session.check if session else None,
-    )
+    name = one_line(run.record["description"], 60)
+    if place.on:
+        say(f"running {name!r} on {place.label}")
+        outcome = run_on_ray(run, here, environment, place, session)
+    else:
+        say(f"running {name!r}; its log: {here / 'run.log'}")
+        outcome = run_experiment(
+            here,
+            run.folder,
+            environment,
+            sys.executable,
+            run_id=run.id,
+            checkout=workspace.root,
+            session=begin,
+            accept=session.check if session else None,
+        )
     run.make_room()  # the run may have filled the disk
     if outcome.code == 130:
         raise KeyboardInterrupt
@@ -193,7 +199,11 @@ def record_score(run: Run) -> None:
 
 
 def measure_fairly(
-    run: Run, commit: str, session: Session | None, seed: int | None = None, gpu: str | None = None
+    run: Run,
+    commit: str,
+    session: Session | None,
+    seed: int | None = None,
+    place: Place = HERE,
 ) -> Result:
     """Measure a run, and once more if the machine was busier than usual; then it is not judged.
 
@@ -201,7 +211,7 @@ def measure_fairly(
     """
     workspace = run.workspace
     for attempt in (1, 2):
-        result = measure(run, commit, session, seed, gpu)
+        result = measure(run, commit, session, seed, place)
         earlier = Scores.of(workspace, workspace.rows()).telemetry() if session else []
         why = disturbance(telemetry(result), earlier) if result.status == "scored" else ""
         if why:

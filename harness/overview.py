@@ -197,6 +197,8 @@ def stage(workspace: Workspace, run: Run) -> str:
     if name.startswith("waiting"):
         return name
     folders = [*workspace.open_folders("probe"), *workspace.open_folders("baseline")]
+    if on := run.record.get("options", {}).get("on"):
+        return f"{name} on {on}"  # its steps come home at the end
     training = run.folder if name == "measuring" else next(iter(folders), None)
     return f"{name}, {read_progress(training)}" if training else name
 

@@ -68,6 +68,11 @@ class Repository:
         text = self.git("cat-file", "--filters", f"{commit}:./train.py", exact=True)
         return text.encode("utf-8", "surrogateescape")
 
+    def blob_of(self, content: bytes) -> str:
+        """The object id that these bytes would have as train.py."""
+        text = content.decode("utf-8", "surrogateescape")
+        return self.git("hash-object", "--stdin", "--path=train.py", text=text)
+
     def edited_blob(self) -> str | None:
         """The object id of train.py if it were committed now; None without the file."""
         return self.git_or_none("hash-object", "--path=train.py", "train.py")

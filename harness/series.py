@@ -7,12 +7,13 @@ from harness.baseline import REPEATS, make_baseline, measure_noise
 from harness.checks import begin, check_session, present_session
 from harness.common import UserError, say
 from harness.judging import floor_of, incumbent
-from harness.measure import add_gpu
 from harness.overview import print_verdict
+from harness.place import OPTIONS as PLACE
+from harness.place import Place, add_place
 from harness.workspace import Run, Workspace
 
 # What a series needs to know later; kept in its record.
-OPTIONS = ("new_session", "repeats", "gpu")
+OPTIONS = ("new_session", "repeats", *PLACE)
 
 
 def add_repeats(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,7 @@ def add_noise_options(parser: argparse.ArgumentParser) -> None:
     """The options of `noise`."""
     add_repeats(parser)
     add_detach(parser)
-    add_gpu(parser)
+    add_place(parser)
     parser.set_defaults(new_session=False)
 
 
@@ -49,11 +50,13 @@ def open_baseline(
 
 def open_noise(workspace: Workspace, args: argparse.Namespace) -> Run:
     """Open a series that repeats the incumbent."""
+    place = Place.of(vars(args))
+    place.check()
     rows = begin(workspace)
     session, top = present_session(workspace, rows), incumbent(rows)
     if not session or not top:
         raise UserError("nothing to measure yet. hint: bash autoresearch.sh try baseline")
-    check_session(session, workspace)
+    check_session(session, workspace, place)
     if args.repeats < 2:
         raise UserError(f"--repeats {args.repeats}: a standard deviation needs 2 or more")
     options = {name: getattr(args, name) for name in OPTIONS} | {"of": "incumbent"}
@@ -64,13 +67,14 @@ def open_noise(workspace: Workspace, args: argparse.Namespace) -> Run:
 def work_series(run: Run) -> int:
     """Make the runs of a series and print what they gave. Returns the exit code."""
     workspace, options = run.workspace, run.record["options"]
+    place = Place.of(options)
     try:
-        with workspace.device(options["gpu"]):
+        with place.hold(workspace):
             if options["of"] == "baseline":
                 row = make_baseline_of(run)
             else:
                 row = incumbent(workspace.rows())
-            scores = measure_noise(workspace, row, options["repeats"], options["gpu"], run)
+            scores = measure_noise(workspace, row, options["repeats"], place, run)
     except BaseException as error:
         with workspace.lock():
             run.save(ended=str(error) or "interrupted", exit_code=getattr(error, "exit_code", 130))
@@ -90,7 +94,7 @@ def make_baseline_of(run: Run) -> dict:
     session = make_baseline(
         run.workspace,
         record["parent"],
-        options["gpu"],
+        Place.of(options),
         options["new_session"],
         record["description"],
         record["asi"],

@@ -59,6 +59,11 @@ class Session:
         return int(number(self.baseline.get("seed")))
 
     @property
+    def place(self) -> str | None:
+        """The label of the place that it is measured at, see harness.place; None: this machine."""
+        return self.baseline.get("on")
+
+    @property
     def clockless(self) -> bool:
         """Whether the baseline trained by a clock of its own; then all runs may."""
         return CLOCKLESS in (self.baseline.get("marks") or "")
@@ -91,6 +96,16 @@ class Session:
         wanted["device"] = self.baseline.get("device_type")
         del wanted["seed"]  # repeats have seeds of their own
         check_equal(wanted, settings)
+
+    def check_place(self, place: str | None) -> None:
+        """Raise OtherSettings unless a run is for the place that the session is measured at."""
+        if place != self.place:
+            option = "add '--on ray'" if self.place else "drop '--on ray'"
+            raise OtherSettings(
+                f"this run is for {place or 'this machine'}, the session is measured on "
+                f"{self.place or 'this machine'}: their scores can't be compared. hint: {option} "
+                "(and its --cpus), or begin a new session with --new-session"
+            )
 
     def check_record(self, record: Mapping) -> None:
         """Raise OtherSettings unless the evaluator's record is of this session's data and device.
