@@ -35,6 +35,7 @@ class cuda:
 class backends:
     mps = None
 """
+MARK = "CLUSTER_OF_A_TEST"  # a variable of all processes of its nodes
 MEMORY = 80 * 2**20  # bytes of a node's object store: Ray's least
 
 
@@ -70,13 +71,14 @@ class RayCluster:
         self.names += 1
         cache = self.folder / f"cache{self.names}"
         variables = {"AUTORESEARCH_CACHE": str(cache), "PYTHONPATH": str(self.folder)}
+        variables[MARK] = str(self.folder)
         return self.cluster.add_node(
             num_cpus=cpus, object_store_memory=MEMORY, env_vars=variables | environment
         )
 
     def processes(self, words: str) -> list[int]:
         """Numbers of the processes of its nodes whose command line holds these words."""
-        ours = f"AUTORESEARCH_CACHE={self.folder}/cache".encode()
+        ours = f"{MARK}={self.folder}".encode()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
