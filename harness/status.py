@@ -105,9 +105,25 @@ def tried(rows: list[dict], room: int) -> list[str]:
     lines += [line_with_notes(row, width) for row in reversed(last)]
     lines += before
     if others:
-        lines.append("other ideas, not kept:")
-        lines += [short_line(row) for row in reversed(others)]
+        lines.append("other directions, not kept:")
+        lines += direction_lines(others)
     return fitting(lines, room - 80, f"  ... all rows: {COMMAND} report --tsv ({len(rows)})")
+
+
+def direction_lines(rows: list[dict]) -> list[str]:
+    """A line for each direction, the newest first: what stands before a colon in a description."""
+    directions = {}
+    for row in reversed(rows):
+        directions.setdefault(row["description"].partition(":")[0], []).append(row)
+    lines = []
+    for name, ideas in directions.items():
+        if len(ideas) == 1:
+            lines.append(short_line(ideas[0]))
+            continue
+        scores = [row["metric"] for row in ideas if row["metric"]]
+        best = f", best {min(scores):.4f}" if scores else ", none scored"
+        lines.append(f"  {one_line(name, 30)}: {len(ideas)} ideas{best}")
+    return lines
 
 
 def short_line(row: dict) -> str:

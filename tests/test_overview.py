@@ -5,6 +5,8 @@ import json
 import pytest
 from lab import many_rows
 
+from harness.status import direction_lines
+
 
 @pytest.mark.parametrize("command", ["status", "resume"])
 def test_without_a_log_it_says_how_to_begin(lab, command):
@@ -171,6 +173,17 @@ def test_resume_at_a_hundred_runs_shows_the_kept_the_last_and_the_other_directio
     assert all(f"idea {n} " in out for n in range(85, 100))
     assert "kept before that" in out and "idea 1 " in out
     assert "NEXT" in out and "report --tsv" in out
+
+
+def test_ideas_of_one_direction_share_a_line():
+    ideas = [("windows: a quarter", 1.2), ("a wider model", 0.0), ("windows: an eighth", 1.1)]
+    ideas += [("windows: none", 0.0), ("rates: halved", 0.0), ("rates: doubled", 0.0)]
+    rows = [{"run": n, "description": d, "metric": m} for n, (d, m) in enumerate(ideas, start=1)]
+    assert direction_lines(rows) == [
+        "  rates: 2 ideas, none scored",
+        "  windows: 3 ideas, best 1.1000",
+        "  2 a wider model",
+    ]
 
 
 def test_resume_names_rules_settings_ideas_and_the_next_command(based):
