@@ -36,7 +36,7 @@ from harness.common import UserError, VoidScore, ceil_div, file_hash, is_out_of_
 from harness.fixed import fixed_hash
 from harness.marks import RunState, scoring_marks, training_marks
 from harness.probe import Probe, ask, draw_cuts
-from harness.settings import chosen_data, read_setting
+from harness.settings import chosen_data, read_setting, user_path
 
 # ------------------------------------------------------------------------- profiles and settings
 
@@ -106,7 +106,7 @@ def data_name(data: str) -> str:
     """
     if data in DATASETS:
         return data
-    path = Path(data).expanduser().resolve()
+    path = user_path(data).resolve()
     if os.sep not in data and not path.exists():
         raise UserError(
             f"unknown data set {data!r}. hint: {', '.join(DATASETS)}, "
@@ -135,13 +135,13 @@ def make_settings(data: str | None = None) -> Settings:
     return Settings(
         profile=name,
         data=data_name(data),
-        data_path=None if data in DATASETS else Path(data).expanduser().resolve(),
+        data_path=None if data in DATASETS else user_path(data).resolve(),
         vocab_size=profile.vocab_size,
         seq_len=profile.seq_len,
         eval_tokens=profile.eval_tokens,
         time_budget=profile.time_budget if time_budget is None else time_budget,
         seed=DEFAULT_SEED if seed is None else seed,
-        root=Path(read_setting("CACHE") or DEFAULT_ROOT).expanduser(),
+        root=user_path(read_setting("CACHE") or DEFAULT_ROOT),
     )
 
 

@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 from harness.common import UserError
 from harness.finish import recover
@@ -15,7 +14,7 @@ from harness.git import GitError
 from harness.place import Place
 from harness.repository import Repository
 from harness.session import OtherSettings, Session
-from harness.settings import check_settings
+from harness.settings import check_settings, user_path
 from harness.workspace import Workspace
 
 MIN_FREE_MB = 100
@@ -83,7 +82,7 @@ def check_disk(workspace: Workspace) -> str:
             f"{free:.0f} MB free, a run needs {MIN_FREE_MB}. "
             "hint: delete old folders in .autoresearch/runs"
         )
-    cache = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
+    cache = user_path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch")
     state = "exists" if cache.exists() else "is made by the first run"
     return f"{free / 1024:.1f} GB free; the data folder {cache} {state}"
 

@@ -18,6 +18,7 @@ from harness.repository import one_line
 from harness.run import Outcome, run_experiment
 from harness.scores import Scores, append_score
 from harness.session import CLOCKLESS, Session, serious_marks
+from harness.settings import user_path
 from harness.verdict import disturbance, kept, noise_floor
 from harness.workspace import Run, Workspace
 
@@ -142,7 +143,7 @@ def environment_of_run(
     changed = dict(environment) | (session.environment() if session else {})
     for name in ("AUTORESEARCH_CACHE", "AUTORESEARCH_DATA"):
         text = changed.get(name, "")
-        path = workspace.root / Path(text).expanduser()
+        path = workspace.root / user_path(text)
         if text and (path.exists() or name == "AUTORESEARCH_CACHE"):  # data may also have a name
             changed[name] = str(path)
     if seed is not None:

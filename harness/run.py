@@ -21,7 +21,7 @@ from harness.outcome import Failed, Outcome, check_exit, read_score, time_mark
 from harness.process import RUN_ID, Ended, call, end_orphans, processes_of, run_variables
 from harness.ranks import number_of_ranks, rank_environments, rank_logs
 from harness.runlog import TAIL, last_lines, last_words
-from harness.settings import check_settings, read_setting, run_environment
+from harness.settings import check_settings, read_setting, run_environment, user_path
 
 STATE = ".autoresearch"  # folder in the checkout for all that is not committed
 
@@ -220,7 +220,7 @@ def add_parser(commands) -> None:
 def run_command(args: argparse.Namespace) -> int:
     """One experiment in the checkout: METRIC lines to stdout, all else to stderr."""
     root = args.root
-    run_dir = Path(os.environ.get("AUTORESEARCH_RUN_DIR") or root / STATE / "last").expanduser()
+    run_dir = user_path(os.environ.get("AUTORESEARCH_RUN_DIR") or str(root / STATE / "last"))
     outcome = run_experiment(root, run_dir, os.environ, sys.executable)
     if outcome.code:
         say(outcome.detail)

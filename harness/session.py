@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.log import comparison_key, current, number
-from harness.settings import read_setting
+from harness.settings import read_setting, user_path
 from harness.verdict import kept
 
 # An old-style train.py has a clock of its own. That is no fault where all runs of a session do so.
@@ -84,7 +84,7 @@ class Session:
             value, ours = read_setting(name, environment), self.baseline.get(column)
             if value is None or ours is None or value == ours:
                 continue
-            if name == "DATA" and (root / Path(value).expanduser()).resolve() == Path(ours):
+            if name == "DATA" and (root / user_path(value)).resolve() == Path(ours):
                 continue
             found.append(f"AUTORESEARCH_{name} is {value}, the session has {ours}")
         return found

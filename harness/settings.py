@@ -73,6 +73,20 @@ def read_setting(name: str, environment: Mapping[str, str] = os.environ):
     return value
 
 
+def user_path(text: str) -> Path:
+    """A path as a user writes it: ~ is the home folder.
+
+    Raises:
+        UserError: there is no such home folder.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{text}: {error} hint: set HOME, or AUTORESEARCH_CACHE to a folder with its full path"
+        ) from None
+
+
 def check_settings(environment: Mapping[str, str]) -> None:
     """Read every setting, so that a wrong one is refused before anything starts.
 

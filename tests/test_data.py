@@ -470,6 +470,8 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch, make, message):
         ({"AUTORESEARCH_DATA": "climbmax"}, "climbmax.*climbmix, tinystories, embedded"),
         ({"AUTORESEARCH_PROFILE": "huge"}, "huge.*full, small, tiny"),
         ({"AUTORESEARCH_TIME_BUDGET": "long"}, "long.*is not a number"),
+        ({"AUTORESEARCH_CACHE": "~no-such-user/cache"}, "home directory.*hint: set HOME"),
+        ({"AUTORESEARCH_DATA": "~no-such-user/texts"}, "home directory.*hint: set HOME"),
     ],
 )
 def test_bad_settings_are_refused(env, message, monkeypatch):
