@@ -594,7 +594,7 @@ def test_a_disk_without_room_is_refused(small_disk):
 
 
 @pytest.mark.slow
-def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, prepared):
+def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, few_rows):
     lab = Lab(tmp_path / "repo")
     for name in ("prepare.py", "train.py"):
         shutil.copy(ROOT / name, lab.root / name)
@@ -603,7 +603,7 @@ def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, prepared):
         "AUTORESEARCH_TIME_BUDGET": "20",
         "AUTORESEARCH_HARD_LIMIT": "900",
         "AUTORESEARCH_PROFILE": "tiny",
-        "AUTORESEARCH_CACHE": prepared["AUTORESEARCH_CACHE"],
+        "AUTORESEARCH_CACHE": few_rows["AUTORESEARCH_CACHE"],
     }
     done = finished(lab.start(*QUICK_TRY, "baseline", **settings), seconds=1200)
     assert done.code == 0, done.text
