@@ -49,11 +49,11 @@ def checkout(tmp_path_factory):
     return make_checkout(tmp_path_factory.mktemp("clone"), HONEST, prepare=None)
 
 
-def run(checkout, prepared, train, **changes):
+def run(checkout, environment, train, **changes):
     (checkout / "train.py").write_text(train)
     settings = {"AUTORESEARCH_PYTHON": sys.executable, "AUTORESEARCH_TIME_BUDGET": "2"}
     return subprocess.run(
-        ["bash", "autoresearch.sh"], cwd=checkout, env=prepared | settings | changes, text=True,
+        ["bash", "autoresearch.sh"], cwd=checkout, env=environment | settings | changes, text=True,
         capture_output=True, check=False,
     )  # fmt: skip
 
@@ -62,22 +62,22 @@ def run(checkout, prepared, train, **changes):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_score_and_another_one_another(checkout, prepared):
-    done = run(checkout, prepared, HONEST)
+def test_the_same_seed_gives_the_same_score_and_another_one_another(checkout, few_rows):
+    done = run(checkout, few_rows, HONEST)
     assert done.returncode == 0, done.stderr
     score = float(re.search(r"^METRIC val_bpb=(\d\.\d{6})$", done.stdout, re.M)[1])
     assert 2.5 < score < 3.7  # between the best unigram model and guessing
-    assert run(checkout, prepared, HONEST).stdout == done.stdout
-    other = run(checkout, prepared, HONEST, AUTORESEARCH_SEED="7")
+    assert run(checkout, few_rows, HONEST).stdout == done.stdout
+    other = run(checkout, few_rows, HONEST, AUTORESEARCH_SEED="7")
     assert other.returncode == 0 and other.stdout != done.stdout  # the order of the data
 
 
 @pytest.mark.slow
-def test_an_older_train_py_scores_and_is_marked(checkout, prepared):
+def test_an_older_train_py_scores_and_is_marked(checkout, few_rows):
     """No clock, no METRIC lines, only the block."""
     old = HONEST.replace("clock = Clock()", "").replace("clock.start()", "")
     old = old.replace("clock.stop()", "").split("# PRINT")[0]
-    done = run(checkout, prepared, old + 'print(f"---\\nval_bpb:          {bpb:.6f}\\n")\n')
+    done = run(checkout, few_rows, old + 'print(f"---\\nval_bpb:          {bpb:.6f}\\n")\n')
     assert done.returncode == 0, done.stderr
     assert re.search(r"^METRIC val_bpb=\d\.\d{6}$", done.stdout, re.M)
     assert "marked: the clock of prepare.py was not used" in done.stderr

@@ -314,7 +314,7 @@ def test_killed_anywhere_the_next_run_completes(climbmix):
     shutil.rmtree(climbmix.cache.parent)
     deaths = 0
     for _ in range(40):
-        process = climbmix.start("--num-shards", "3", DRILL=f"kill:{390 + 10 * deaths}")
+        process = climbmix.start("--num-shards", "3", DRILL=f"kill:{390 + 25 * deaths}")
         _, err = process.communicate()
         if process.returncode == 0:
             break

@@ -478,7 +478,7 @@ def test_other_architectures_pass(scored_cache, kind, bfloat16):
 
 @pytest.mark.slow
 def test_no_false_alarm_in_200_honest_models(scored_cache):
-    """Random depth, width, windows, heads, attention, precision; every fiftieth compiled."""
+    """Random depth, width, windows, heads, attention, precision; every hundredth compiled."""
     draw = random.Random(5)
     for seed in range(200):
         heads = draw.choice([1, 2, 4])
@@ -493,7 +493,7 @@ def test_no_false_alarm_in_200_honest_models(scored_cache):
             window_pattern=draw.choice(["L", "S", "SL", "SSSL"]),
             dtype=dtype,
         )
-        compiled = seed % 50 == 0
+        compiled = seed % 100 == 0
         run = torch.compile(model, dynamic=False) if compiled else model
         rows = scored_cache.rows[: 32 if compiled else 16]
         cuts, _ = draw_cuts(len(rows), T, seed)

@@ -132,7 +132,7 @@ def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, v
     killer = tmp_path / "killer.py"
     killer.write_text(KILLER)
     kills = 0
-    for n in range(first, 400, 6):  # every sixth place: all would take too long
+    for n in range(first, 400, 9):  # every ninth place: all would take too long
         based.edit(score)
         rows, head = len(based.rows()), based.git("rev-parse", "HEAD")
         done = finished(
@@ -156,7 +156,7 @@ def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, v
             score = round(score - 0.003, 3)
         else:
             assert based.git("rev-parse", "HEAD") == head
-    assert kills >= 12
+    assert kills >= 8
 
 
 def code_is_safe(lab, score) -> bool:

@@ -116,7 +116,7 @@ def test_previews_are_shown(runs):
     assert previews[-1].count(",") == 2
     values = [float(entry.split()[-1]) for entry in previews[-1].split(", ")]
     assert values[0] > values[-1] > 0
-    assert abs(values[-1] - runs.uninterrupted.record["val_bpb"]) < 0.5
+    assert 0.7 < values[-1] / runs.uninterrupted.record["val_bpb"] < 1.4  # five rows, other text
 
 
 def test_samples_come_after_the_score_and_look_like_no_metric(runs):
