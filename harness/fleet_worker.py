@@ -27,7 +27,7 @@ from harness.process import call, end_run, raise_on_signals
 from harness.run import make_folders, prepare_data, run_experiment
 from harness.runlog import last_words
 from harness.session import OtherSettings, Session, check_equal
-from harness.settings import run_environment
+from harness.settings import run_environment, user_path
 
 MIN_FREE_MB = 100
 CHECK_LIMIT = 900  # seconds for `prepare.py --check`
@@ -179,7 +179,7 @@ def environment_of(job: dict) -> dict[str, str]:
 def home(environment: dict) -> Path:
     """What all jobs of this node have in common: orphans of one are found by the next one."""
     cache = environment.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch"
-    return Path(cache).expanduser() / "fleet"
+    return user_path(cache) / "fleet"
 
 
 def free_mb(root: Path) -> float:

@@ -274,9 +274,11 @@ def with_usual(
 
 
 def probe_speed(telemetry: dict) -> float | None:
-    """The mean of the probes before and after training, TFLOP/s."""
-    probes = [value for value in telemetry.get("probe_tflops") or [] if value]
-    return sum(probes) / len(probes) if probes else None
+    """The faster of the probes before and after training, TFLOP/s.
+
+    Both are as short as a disturbance that does not matter; a slow machine slows both.
+    """
+    return max((value for value in telemetry.get("probe_tflops") or [] if value), default=None)
 
 
 def own_cpu(telemetry: dict) -> float | None:

@@ -297,6 +297,12 @@ def test_a_run_slowed_by_a_third_is_disturbed():
     assert "34% slower than usual" in words
 
 
+def test_one_slow_probe_of_two_is_no_disturbance():
+    hiccup = telemetry() | {"probe_tflops": [0.07, 0.40]}  # seen on an idle machine
+    assert disturbance(hiccup, USUAL) == ""
+    assert "83% slower" in disturbance(hiccup | {"probe_tflops": [0.07, 0.07]}, USUAL)
+
+
 def test_a_busy_loop_beside_the_training_only_is_seen_by_the_cpu_shares():
     words = disturbance(telemetry(cpu=1.33, others=0.67), USUAL)
     assert words == "it had 1.33 CPUs, 1.94 is usual; others took 0.67, 0.02 is usual"
