@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from importlib.util import find_spec
 
 import pytest
 from cluster import FleetLab, RayCluster, kill
-from helpers import clean_environment, wait_until
+from helpers import ROOT, clean_environment, wait_until
 from lab import finished
 
+from harness.knobs import find_knobs, with_values
 from harness.process import RUN_ID, run_processes
 
 pytestmark = [
@@ -376,3 +378,33 @@ def test_a_node_with_a_full_disk_is_named_and_runs_nothing(based, cluster, small
     based.forbid()
     based.attempt("room on the others")
     assert based.column("status") == ["keep", "keep"]
+
+
+# ---- the real one ----
+
+
+def test_the_real_train_py_survives_a_killed_worker(other_cluster, tmp_path, few_rows):
+    lab = FleetLab(tmp_path / "repo", other_cluster)
+    shutil.copy(ROOT / "prepare.py", lab.root / "prepare.py")
+    source = (ROOT / "train.py").read_bytes()
+    knobs = find_knobs(source, "tiny")
+    small = {"COMPILE": "False", "DEPTH": "2", "TOTAL_BATCH_SIZE": "2**11"}  # quick on one core
+    lab.train.write_bytes(with_values(source, {knobs[name]: small[name] for name in small}))
+    lab.git("commit", "-qam", "the real ones")
+    cache = few_rows["AUTORESEARCH_CACHE"]
+    node = other_cluster.add_node(PYTHONPATH="", AUTORESEARCH_CACHE=cache)
+    settings = {"AUTORESEARCH_TIME_BUDGET": "5", "AUTORESEARCH_PROFILE": "tiny"}
+    settings["AUTORESEARCH_HARD_LIMIT"] = "600"
+    process = lab.start("try", "baseline", "--once", "--repeats", "1", **settings)
+    wait_until(lambda: other_cluster.processes("train.py"), seconds=120)
+    first = other_cluster.processes("train.py")
+    kill(other_cluster.processes("ray::autoresearch")[0])
+    done = finished(process, seconds=600)
+    assert done.code == 0, done.text
+    wait_until(lambda: not set(first) & set(other_cluster.processes("train.py")))
+    row = lab.rows()[0]
+    assert row["status"] == "keep" and row["metrics"]["num_steps"] > 0 and len(lab.rows()) == 1
+    assert (lab.runs / f"1-{row['commit']}" / "steps.jsonl").stat().st_size
+    assert row["torch"] and row["threads"] == 1
+    other_cluster.lose(node)
+    lab.assert_settled()
