@@ -2,6 +2,7 @@
 
 import atexit
 import compileall
+import contextlib
 import functools
 import os
 import shutil
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from harness.process import start_time
 
@@ -58,6 +61,19 @@ def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end, f"it did not happen within {seconds} s"
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A disk of this size, mounted on a new folder; the test is skipped where that is forbidden."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def is_alive(pid: int, grace: float = 5) -> bool:

@@ -1,8 +1,8 @@
 """`try` in temporary repositories: the real harness around a stand-in train.py."""
 
 import shutil
-import subprocess
 
+import helpers
 import pytest
 from helpers import ROOT
 from lab import QUICK_TRY, Lab, finished, score_in
@@ -550,13 +550,8 @@ def test_a_log_deleted_during_a_run_begins_again(based, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=130m", "tmpfs", mount]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", "-l", mount], check=True)
+    with helpers.small_disk(tmp_path / "disk", megabytes=130) as disk:
+        yield disk
 
 
 FILL = """

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import helpers
 import pytest
 from cluster import FleetLab, RayCluster, kill
 from helpers import ROOT, clean_environment, wait_until
@@ -358,13 +359,8 @@ def test_files_that_do_not_unpack_are_no_run(based, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk with less room than a run needs."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", mount]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", "-l", mount], check=True)
+    with helpers.small_disk(tmp_path / "disk", megabytes=20) as disk:
+        yield disk
 
 
 def test_a_node_with_a_full_disk_is_named_and_runs_nothing(based, cluster, small_disk):
