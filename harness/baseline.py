@@ -128,10 +128,9 @@ def free_seed(workspace: Workspace, session: Session, commit: str, count: int) -
     code = workspace.repository.train_blob(commit)
     scores = Scores.of(workspace, workspace.rows()).undisturbed()
     taken = {entry["seed"] for entry in scores if entry["code"] == code}
-    for folder in workspace.open_folders("probe"):
-        record = Run(workspace, folder).record
-        if workspace.repository.train_blob(record["commit"]) == code:
-            taken.add(record.get("seed"))
+    for run in workspace.open_runs("probe"):
+        if workspace.repository.train_blob(run.record["commit"]) == code:
+            taken.add(run.record.get("seed"))
     while (session.seed + count) % SEEDS in taken:
         count += 1
     return (session.seed + count) % SEEDS

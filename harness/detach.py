@@ -1,7 +1,6 @@
 """Runs that outlive the shell that started them: `try --detach` and `wait`."""
 
 import argparse
-import contextlib
 import subprocess
 import sys
 import time
@@ -57,14 +56,14 @@ def start(run: Run) -> None:
     command = [sys.executable, "-m", "harness", "work", run.id]
     with workspace.lock():  # nobody else may take the run over meanwhile
         run.save(detached=True)
-        run.owner.release()
+        run.release()
         with open(run.folder / OUTPUT, "wb") as output:
             child = subprocess.Popen(
                 command, cwd=workspace.root, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         while run.adopt():
-            run.owner.release()
+            run.release()
             if child.poll() is not None:
                 words = (run.folder / OUTPUT).read_text(errors="replace").strip()
                 raise UserError(f"the background process ended at once: {words}")
@@ -90,8 +89,7 @@ def work_on(run: Run) -> int:
 def work_command(args: argparse.Namespace) -> int:
     """Take over an open run and bring it to its end."""
     workspace = Workspace(args.root)
-    folder = find_open(workspace, args.run)
-    run = Run(workspace, folder) if folder else None
+    run = find_open(workspace, args.run)
     if run is None or not run.adopt(HAND_OVER):
         raise UserError(f"there is no open run {args.run}")
     return work_on(run)
@@ -101,19 +99,17 @@ def wait_command(args: argparse.Namespace) -> int:
     """Wait for the verdict of a run and print it. Interrupting this does not touch the run."""
     workspace = Workspace(args.root)
     end = time.monotonic() + args.timeout
-    rows = recovered_rows(workspace)
-    name = args.run or newest_run(workspace, rows)
-    if folder := find_open(workspace, name):
-        say(under_way(workspace, Run(workspace, folder)))
-    while folder := find_open(workspace, name):
+    name = args.run or newest_run(workspace, recovered_rows(workspace))
+    if run := find_open(workspace, name):
+        say(under_way(workspace, run))
+    while run := find_open(workspace, name):
         if time.monotonic() > end:
-            with contextlib.suppress(FileNotFoundError):  # it ended just now
-                print(under_way(workspace, Run(workspace, folder)))
-                print(f"still running. next: {COMMAND} wait {name}")
-                return STILL_RUNNING
-        sleep_until_gone(folder, min(LOOK_INTERVAL, end + INTERVAL - time.monotonic()))
-        rows = recovered_rows(workspace)
-    return print_result(workspace, rows, name)
+            print(under_way(workspace, run))
+            print(f"still running. next: {COMMAND} wait {name}")
+            return STILL_RUNNING
+        sleep_until_gone(run.folder, min(LOOK_INTERVAL, end + INTERVAL - time.monotonic()))
+        recovered_rows(workspace)
+    return print_result(workspace, name)
 
 
 def sleep_until_gone(folder: Path, seconds: float) -> None:
@@ -123,9 +119,9 @@ def sleep_until_gone(folder: Path, seconds: float) -> None:
         time.sleep(INTERVAL)
 
 
-def print_result(workspace: Workspace, rows: list[dict], name: str) -> int:
+def print_result(workspace: Workspace, name: str) -> int:
     """The verdict of a run that has ended, or why it has none. Returns its exit code."""
-    row = find_finished(rows, name)
+    row = find_finished(workspace.rows(), name)
     if row:
         return print_verdict(workspace, row)
     folders = sorted(workspace.runs.glob(f"*-{name}*"))

@@ -130,8 +130,8 @@ def bring_train(run: Run, row: dict) -> None:
     if repository.bring_train(record["branch"], {repository.train_blob(c) for c in known}):
         return
     edited = repository.edited_blob()
-    others = [Run(run.workspace, folder) for folder in run.workspace.open_folders("candidate")]
-    commits = [other.record["commit"] for other in others if other.id != run.id]
+    others = [other for other in run.workspace.open_runs("candidate") if other.id != run.id]
+    commits = [other.record["commit"] for other in others]
     if edited in {repository.train_blob(commit) for commit in commits if commit}:
         return  # it is the code of a run that is still under way
     say(

@@ -4,7 +4,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from harness.common import UserError, say
 from harness.finish import recover
@@ -56,21 +55,20 @@ def find_row(rows: list[dict], name: str) -> dict:
     return row
 
 
-def find_open(workspace: Workspace, name: str) -> Path | None:
-    """The folder of a candidate or series that is under way."""
-    found = main_folders(workspace) if len(name) >= MIN_ID else []
-    return next((folder for folder in found if folder.name.split("-")[2].startswith(name)), None)
+def find_open(workspace: Workspace, name: str) -> Run | None:
+    """A candidate or series that is under way, by its id."""
+    found = main_runs(workspace) if len(name) >= MIN_ID else []
+    return next((run for run in found if run.id.startswith(name)), None)
 
 
-def main_folders(workspace: Workspace) -> list[Path]:
-    """Folders of what was asked for and is under way, without the runs that belong to it."""
-    return [*workspace.open_folders("candidate"), *workspace.open_folders("series")]
+def main_runs(workspace: Workspace) -> list[Run]:
+    """What was asked for and is under way, without the runs that belong to it."""
+    return [*workspace.open_runs("candidate"), *workspace.open_runs("series")]
 
 
 def newest_run(workspace: Workspace, rows: list[dict]) -> str:
     """The id of what was started last and is under way, else the number of the last row."""
-    runs = [Run(workspace, folder) for folder in main_folders(workspace)]
-    if runs:
+    if runs := main_runs(workspace):
         return max(runs, key=opened).id
     if not rows:
         raise UserError(f'there is no run yet. hint: {COMMAND} try "what it changes"')

@@ -19,7 +19,7 @@ from harness.log import change_row, current, strict_json
 from harness.overview import (
     COMMAND,
     find_row,
-    main_folders,
+    main_runs,
     recovered_rows,
     row_line,
     summary,
@@ -27,7 +27,7 @@ from harness.overview import (
 )
 from harness.repository import RUN_REFS, one_line
 from harness.verdict import kept
-from harness.workspace import Run, Workspace
+from harness.workspace import Workspace
 
 LAST = 15  # rows that `resume` shows with their notes
 ROOM = 3900  # characters of `resume`
@@ -60,8 +60,8 @@ def status_command(args: argparse.Namespace) -> int:
     workspace = Workspace(args.root)
     rows = recovered_rows(workspace)
     print(*summary(workspace, rows), *map(row_line, rows[-5:]), sep="\n")
-    for folder in main_folders(workspace):
-        print(under_way(workspace, Run(workspace, folder)))
+    for run in main_runs(workspace):
+        print(under_way(workspace, run))
     return 0
 
 
@@ -78,7 +78,7 @@ def resume_command(args: argparse.Namespace) -> int:
         f"CODE  train.py on branch {branch} is the best one. Code of any other run:",
         f"      git show {RUN_REFS}ID (the ID is at the end of its line)",
         *summary(workspace, rows),
-        *[under_way(workspace, Run(workspace, folder)) for folder in main_folders(workspace)],
+        *[under_way(workspace, run) for run in main_runs(workspace)],
     ]
     tail = f'NEXT  edit train.py, then: {COMMAND} try "what it changes" '
     tail += '--asi \'{"hypothesis": "..."}\''

@@ -2,8 +2,8 @@
 
 A run that is under way has a folder .autoresearch/runs/open-<kind>-<id>. Its record.json is
 rewritten after every step, so after `kill -9` the next command can finish the run from there. The
-process that works on it holds the lock file in the folder. When all is done, the folder gets its
-final name.
+process that works on it holds the run's lock, .autoresearch/owners/<id>. When all is done, the
+folder gets its final name.
 """
 
 import contextlib
@@ -113,6 +113,14 @@ class Workspace:
         """Folders of runs that are under way, or were when their process was killed."""
         return sorted(self.runs.glob(f"open-{kind}-*"))
 
+    def open_runs(self, kind: str = "*") -> list["Run"]:
+        """The same runs, without those that begin or end just now."""
+        runs = []
+        for folder in self.open_folders(kind):
+            with contextlib.suppress(FileNotFoundError):
+                runs.append(Run(self, folder))
+        return runs
+
 
 class Run:
     """A run that is under way: its folder, its record, and its worktree.
@@ -125,10 +133,11 @@ class Run:
     def __init__(self, workspace: Workspace, folder: Path):
         self.workspace = workspace
         self.folder = folder
-        self.record = strict_json((folder / "record.json").read_text())
+        self.record = read_record(folder)
         self.id = self.record["id"]
         self.worktree = workspace.state / "worktrees" / self.id
-        self.owner = FileLock(folder / "lock")
+        # Not in the folder: whoever waits for the lock would make the folder again after its end.
+        self.owner = FileLock(workspace.state / "owners" / self.id)
 
     @classmethod
     def open(cls, workspace: Workspace, kind: str, description: str, **record) -> "Run":
@@ -136,7 +145,7 @@ class Run:
         name = secrets.token_hex(4)
         folder = workspace.runs / f"open-{kind}-{name}"
         folder.mkdir(parents=True)
-        owner = FileLock(folder / "lock")
+        owner = FileLock(workspace.state / "owners" / name)
         owner.acquire()
         (folder / "reserve").write_bytes(bytes(RESERVE))
         tip = workspace.repository.tip()
@@ -166,11 +175,24 @@ class Run:
         self.save(stage=stage, planned=planned, stage_began=time.time())
 
     def adopt(self, seconds: float = 0) -> bool:
-        """Become the process that works on this run; False if another one does all the time."""
-        with contextlib.suppress(Timeout):
+        """Become the process that works on this run.
+
+        Returns:
+            False if another process works on it all the time, or has ended it.
+        """
+        try:
             self.owner.acquire(timeout=seconds)
+            self.record = read_record(self.folder)
             return True
-        return False
+        except Timeout:
+            return False
+        except FileNotFoundError:
+            self.release()
+            return False
+
+    def release(self) -> None:
+        """Let another process work on this run."""
+        self.owner.release()
 
     def checkout(self, commit: str) -> Path:
         """A clean worktree of the commit; returns the folder in it that is like the root."""
@@ -193,17 +215,22 @@ class Run:
         """Keep the folder under its final name. The caller holds the workspace's lock."""
         self.clear()
         self.make_room()
-        (self.folder / "lock").unlink(missing_ok=True)
         target = self.folder.with_name(name)
         if target.exists():  # of a log that was deleted and begun again
             target.rename(f"{target}-before-{self.id}")
         self.folder = self.folder.rename(target)
-        self.owner.release()
+        Path(self.owner.lock_file).unlink(missing_ok=True)
+        self.release()
 
 
 def one_word(text: str) -> str:
     """A text as a part of a file's name."""
     return "".join(character if character.isalnum() else "-" for character in text)
+
+
+def read_record(folder: Path) -> dict:
+    """The record of the run in this folder. Raises FileNotFoundError if there is none any more."""
+    return strict_json((folder / "record.json").read_text())
 
 
 def write_record(folder: Path, record: dict) -> None:

@@ -3,10 +3,13 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import wait_until
 from lab import QUICK_TRY, Lab, finished, killed, score_in
+
+from harness.workspace import Run, Workspace
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -157,6 +160,26 @@ def test_kill_9_anywhere_then_the_next_command_repairs(based, tmp_path, score, v
         else:
             assert based.git("rev-parse", "HEAD") == head
     assert kills >= 8
+
+
+def test_a_run_that_ends_while_a_process_waits_for_it_is_not_begun_again(based):
+    workspace = Workspace(based.root)
+    with workspace.lock():
+        run = Run.open(workspace, "candidate", "ends at once")
+    second = Run(workspace, run.folder)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(second.adopt, 30)
+        time.sleep(0.3)
+        with workspace.lock():
+            run.close(f"refused-{run.id}")
+        assert not waiting.result()
+    assert not workspace.open_folders() and not second.owner.is_locked
+
+
+def test_a_run_whose_record_is_not_there_yet_is_not_listed(based):
+    workspace = Workspace(based.root)
+    (based.runs / "open-candidate-01234567").mkdir()  # as another process does it just now
+    assert workspace.open_runs() == [] and len(workspace.open_folders()) == 1
 
 
 def code_is_safe(lab, score) -> bool:

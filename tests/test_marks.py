@@ -140,7 +140,6 @@ def test_a_rank_with_another_speed_stops_at_the_same_step(two_ranks, time, monke
     assert two_ranks.train(time, lambda step: 0.02)[0] == progress
 
 
-
 def test_the_clock_stands_still_in_a_preview(scored_cache, time):
     clock = prepare.Clock()
     clock.start()
