@@ -18,7 +18,7 @@ from harness.fleet import room_in_cluster
 from harness.judging import incumbent
 from harness.knobs import find_knobs, read_knob, with_values
 from harness.log import current
-from harness.overview import WORDS, minutes, recovered_rows, usual_seconds
+from harness.overview import WORDS, find_finished, minutes, recovered_rows, usual_seconds
 from harness.place import Place, add_place
 from harness.series import add_repeats
 from harness.workspace import Workspace
@@ -169,7 +169,8 @@ def start_one(
 
 def tell(workspace: Workspace, combination: Combination, run_id: str) -> None:
     """Say what came of a candidate that has ended; without a row, remember why."""
-    row = combination.row_in(workspace.rows())
+    rows = workspace.rows()
+    row = combination.row_in(rows) or find_finished(rows, run_id)
     if row is None:
         folders = sorted(workspace.runs.glob(f"*-{run_id}"))
         words = [(folder / "output.txt").read_text(errors="replace") for folder in folders]

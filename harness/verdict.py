@@ -229,6 +229,7 @@ USUAL_RUNS = 15  # the latest runs of a session say what is usual
 MIN_USUAL = 3
 SLOW_PROBE = 0.85  # of the usual speed
 LESS_CPU = 0.85  # of the usual CPU time
+MIN_LOST_CPU = 0.05  # CPUs; a run that computes nothing here cannot lose any
 TAKEN_PART = 0.5  # of the missing CPU time that must have gone to others
 
 
@@ -249,11 +250,13 @@ def disturbance(run: dict, session: Sequence[dict]) -> str:
     earlier = list(session)[-USUAL_RUNS:]
     speed, usual = with_usual(probe_speed, run, earlier)
     if speed < SLOW_PROBE * usual:
-        lost = 100 * (1 - speed / usual)
-        return f"a fixed product ran {lost:.0f}% slower than usual ({speed:.3g} TFLOP/s)"
+        percent = 100 * (1 - speed / usual)
+        return f"a fixed product ran {percent:.0f}% slower than usual ({speed:.3g} TFLOP/s)"
     cpu, usual_cpu = with_usual(own_cpu, run, earlier)
     taken, usual_taken = with_usual(taken_cpu, run, earlier)
-    if cpu < LESS_CPU * usual_cpu and taken - usual_taken > TAKEN_PART * (usual_cpu - cpu):
+    lost = usual_cpu - cpu
+    is_less = cpu < LESS_CPU * usual_cpu and lost > MIN_LOST_CPU
+    if is_less and taken - usual_taken > TAKEN_PART * lost:
         return (
             f"it had {cpu:.2f} CPUs, {usual_cpu:.2f} is usual; others took {taken:.2f}, "
             f"{usual_taken:.2f} is usual"

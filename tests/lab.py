@@ -14,6 +14,8 @@ from pathlib import Path
 
 from helpers import ROOT, clean_environment, compiled_harness, git, wait_until
 
+from harness.knobs import find_knobs, with_values
+
 # prepare.py without torch: the settings, and nothing to prepare. FAKE_* stand for what a machine
 # or the data may do; they reach it through the environment, as a user's variables would.
 PREPARE = """
@@ -120,6 +122,15 @@ class Lab:
         code = TRAIN.replace("SCORE = 1.0", f"SCORE = {score}")
         code = code.replace("NOISE = [0.0]", f"NOISE = {noise or [0.0]}")
         self.train.write_text(code.replace("#BODY", body.replace("\n", "\n    ")))
+
+    def use_real_files(self) -> None:
+        """Commit the real prepare.py, and a real train.py whose model is quick on one core."""
+        shutil.copy(ROOT / "prepare.py", self.root / "prepare.py")
+        source = (ROOT / "train.py").read_bytes()
+        knobs = find_knobs(source, "tiny")
+        small = {"COMPILE": "False", "DEPTH": "2", "TOTAL_BATCH_SIZE": "2**11"}
+        self.train.write_bytes(with_values(source, {knobs[name]: small[name] for name in small}))
+        self.git("commit", "-qam", "the real ones")
 
     def start(self, *args: str, script: tuple[str, ...] = ("-m", "harness"), **environment: str):
         """Start a command; ends with the test."""

@@ -591,11 +591,9 @@ def test_a_disk_without_room_is_refused(small_disk):
 @pytest.mark.slow
 def test_the_real_train_py_goes_through_the_cycle_once(tmp_path, few_rows):
     lab = Lab(tmp_path / "repo")
-    for name in ("prepare.py", "train.py"):
-        shutil.copy(ROOT / name, lab.root / name)
-    lab.git("commit", "-qam", "the real ones")
+    lab.use_real_files()
     settings = {
-        "AUTORESEARCH_TIME_BUDGET": "20",
+        "AUTORESEARCH_TIME_BUDGET": "5",
         "AUTORESEARCH_HARD_LIMIT": "900",
         "AUTORESEARCH_PROFILE": "tiny",
         "AUTORESEARCH_CACHE": few_rows["AUTORESEARCH_CACHE"],

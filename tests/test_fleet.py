@@ -2,19 +2,18 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import helpers
 import pytest
 from cluster import FleetLab, RayCluster, kill
-from helpers import ROOT, clean_environment, wait_until
+from helpers import clean_environment, wait_until
 from lab import finished
 
-from harness.knobs import find_knobs, with_values
 from harness.process import RUN_ID, run_processes
 
 pytestmark = [
@@ -381,23 +380,20 @@ def test_a_node_with_a_full_disk_is_named_and_runs_nothing(based, cluster, small
 
 def test_the_real_train_py_survives_a_killed_worker(other_cluster, tmp_path, few_rows):
     lab = FleetLab(tmp_path / "repo", other_cluster)
-    shutil.copy(ROOT / "prepare.py", lab.root / "prepare.py")
-    source = (ROOT / "train.py").read_bytes()
-    knobs = find_knobs(source, "tiny")
-    small = {"COMPILE": "False", "DEPTH": "2", "TOTAL_BATCH_SIZE": "2**11"}  # quick on one core
-    lab.train.write_bytes(with_values(source, {knobs[name]: small[name] for name in small}))
-    lab.git("commit", "-qam", "the real ones")
+    lab.use_real_files()
     cache = few_rows["AUTORESEARCH_CACHE"]
     node = other_cluster.add_node(PYTHONPATH="", AUTORESEARCH_CACHE=cache)
     settings = {"AUTORESEARCH_TIME_BUDGET": "5", "AUTORESEARCH_PROFILE": "tiny"}
     settings["AUTORESEARCH_HARD_LIMIT"] = "600"
     process = lab.start("try", "baseline", "--once", "--repeats", "1", **settings)
-    wait_until(lambda: other_cluster.processes("train.py"), seconds=120)
-    first = other_cluster.processes("train.py")
+    running = partial(other_cluster.processes, "train.py")
+    wait_until(lambda: running() or process.poll() is not None, seconds=300)
+    first = running()
+    assert first, finished(process).text
     kill(other_cluster.processes("ray::autoresearch")[0])
     done = finished(process, seconds=600)
     assert done.code == 0, done.text
-    wait_until(lambda: not set(first) & set(other_cluster.processes("train.py")))
+    wait_until(lambda: not set(first) & set(running()))
     row = lab.rows()[0]
     assert row["status"] == "keep" and row["metrics"]["num_steps"] > 0 and len(lab.rows()) == 1
     assert (lab.runs / f"1-{row['commit']}" / "steps.jsonl").stat().st_size

@@ -192,6 +192,8 @@ def test_a_run_that_is_disturbed_twice_is_not_judged(probed, tmp_path):
     row = probed.rows()[-1]
     assert (row["status"], row["reason"]) == ("checks_failed", "disturbed")
     assert "confirm" in out and probed.score_at() == 1.0
+    done = probed.call("sweep", "SCORE=0.8", code=1, BUSY=str(tmp_path / "busy"))
+    assert "SCORE=0.8: failed (disturbed), run 3" in done.err and "not measured" in done.out
     probed.call("confirm", str(row["run"]))
     assert probed.rows()[-1]["status"] == "keep"
 

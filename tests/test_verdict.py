@@ -297,6 +297,13 @@ def test_a_run_slowed_by_a_third_is_disturbed():
     assert "34% slower than usual" in words
 
 
+def test_a_run_that_computes_nothing_here_loses_nothing():
+    usual = [telemetry(cpu=0.004, others=0.3)] * 5
+    assert disturbance(telemetry(cpu=0.001, others=1.9), usual) == ""
+    usual = [telemetry(cpu=1.0, others=0.3)] * 5  # as one that waits for a GPU
+    assert "others took 1.90" in disturbance(telemetry(cpu=0.8, others=1.9), usual)
+
+
 def test_one_slow_probe_of_two_is_no_disturbance():
     hiccup = telemetry() | {"probe_tflops": [0.07, 0.40]}  # seen on an idle machine
     assert disturbance(hiccup, USUAL) == ""
