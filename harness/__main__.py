@@ -48,7 +48,7 @@ def test(args: argparse.Namespace) -> int:
         say("the quick tests; 'bash autoresearch.sh test --all' runs all of them")
         command += ["-m", "not slow and not gpu"]
     others = [argument for argument in args.arguments if argument != "--all"]
-    command += others or ["-n", "auto", "--dist", "loadfile"]
+    command += others or ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
     os.chdir(args.root)
     os.execv(sys.executable, command)
 

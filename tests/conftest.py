@@ -41,10 +41,15 @@ if n_workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 
 def pytest_collection_modifyitems(items):
-    """Whatever needs the real cache is slow: to make it takes half a minute."""
+    """Whatever needs the real cache is slow: to make it takes half a minute.
+
+    Files with slow tests come first, so that no core waits for one of them at the end.
+    """
     for item in items:
         if "prepared" in item.fixturenames:
             item.add_marker("slow")
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
 
 
 @pytest.fixture(scope="session")
