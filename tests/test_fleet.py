@@ -378,19 +378,27 @@ def test_a_node_with_a_full_disk_is_named_and_runs_nothing(based, cluster, small
 # ---- the real one ----
 
 
-def test_the_real_train_py_survives_a_killed_worker(other_cluster, tmp_path, few_rows):
-    lab = FleetLab(tmp_path / "repo", other_cluster)
+@pytest.fixture
+def new_cluster(tmp_path):
+    """A head without nodes that no other test has used."""
+    cluster = RayCluster(tmp_path / "new")
+    yield cluster
+    cluster.stop()
+
+
+def test_the_real_train_py_survives_a_killed_worker(new_cluster, tmp_path, few_rows):
+    lab = FleetLab(tmp_path / "repo", new_cluster)
     lab.use_real_files()
     cache = few_rows["AUTORESEARCH_CACHE"]
-    node = other_cluster.add_node(PYTHONPATH="", AUTORESEARCH_CACHE=cache)
+    new_cluster.add_node(PYTHONPATH="", AUTORESEARCH_CACHE=cache)
     settings = {"AUTORESEARCH_TIME_BUDGET": "5", "AUTORESEARCH_PROFILE": "tiny"}
     settings["AUTORESEARCH_HARD_LIMIT"] = "600"
     process = lab.start("try", "baseline", "--once", "--repeats", "1", **settings)
-    running = partial(other_cluster.processes, "train.py")
+    running = partial(new_cluster.processes, "train.py")
     wait_until(lambda: running() or process.poll() is not None, seconds=300)
     first = running()
     assert first, finished(process).text
-    kill(other_cluster.processes("ray::autoresearch")[0])
+    kill(new_cluster.processes("ray::autoresearch")[0])
     done = finished(process, seconds=600)
     assert done.code == 0, done.text
     wait_until(lambda: not set(first) & set(running()))
@@ -398,5 +406,4 @@ def test_the_real_train_py_survives_a_killed_worker(other_cluster, tmp_path, few
     assert row["status"] == "keep" and row["metrics"]["num_steps"] > 0 and len(lab.rows()) == 1
     assert (lab.runs / f"1-{row['commit']}" / "steps.jsonl").stat().st_size
     assert row["torch"] and row["threads"] == 1
-    other_cluster.lose(node)
     lab.assert_settled()
