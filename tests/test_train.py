@@ -236,6 +236,15 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(monkeypatch, max_logits):
         torch.testing.assert_close(mine, want, rtol=1e-3, atol=1e-6)
 
 
+def test_the_softcap_bounds_logits_and_leaves_small_ones_alone():
+    x = torch.tensor([-1e6, -15.0, -0.01, 0.0, 0.01, 8.0, 15.0, 1e6], requires_grad=True)
+    capped = train.softcap(x)
+    want = [-15.0, -15 / 2**0.5, -0.01, 0.0, 0.01, 120 / 17, 15 / 2**0.5, 15.0]
+    torch.testing.assert_close(capped, torch.tensor(want))
+    (slope,) = torch.autograd.grad(capped.sum(), x)
+    torch.testing.assert_close(slope[3:7], torch.tensor([1.0, 1.0, (15 / 17) ** 3, 0.125**0.5]))
+
+
 def test_an_edit_of_the_softcap_changes_training_and_score_together(monkeypatch):
     monkeypatch.setattr(train, "softcap", lambda logits: 3 * torch.tanh(logits.float() / 3))
     model = small_model()
