@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -146,6 +147,32 @@ def test_the_record_tells_how_the_run_was_set_up():
     assert facts["dtype"] == "bfloat16"
     assert facts["threads"] == torch.get_num_threads()
     assert facts["processor"]
+
+
+FAULTS = """
+import resource, sys
+import torch
+from harness.device import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+for _ in range(10):
+    torch.ones(2**24)  # 64 MB
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_memory_that_is_freed_is_used_again_without_new_pages():
+    def faults(word: str) -> int:
+        command = [sys.executable, "-c", FAULTS, word]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert faults("keep") < faults("default") / 10
 
 
 def test_the_speed_probe_measures_a_product():
