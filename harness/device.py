@@ -82,9 +82,9 @@ def keep_freed_memory() -> None:
     """Let glibc hand freed memory out again instead of giving it back to the system.
 
     It gives every block over 32 MB back at once, by default. Logits are larger, so each step would
-    pay for new pages: 3 to 4% of its time with `tiny` on two cores. The price is memory: a run that
-    also compiled took 1.6 GB, others 1.0 GB as before. The numbers are those of <malloc.h>; other
-    systems are left as they are.
+    pay for new pages: 3 to 4% of its time with `tiny` on two cores. The price is memory: three runs
+    had peaks of 1.0, 1.2 and 1.6 GB, one before had 0.9 GB. The numbers are those of <malloc.h>;
+    other systems are left as they are.
     """
     trim_threshold, mmap_max = -1, -4
     with contextlib.suppress(OSError, AttributeError):
