@@ -799,7 +799,7 @@ def train_loop(run: Run, clock: Clock, saver: checkpoints.Saver) -> None:
     """Train until the clock says that the time budget is used."""
     model = machine.data_parallel(run.model, run.device, find_unused=bool(run.unused))
     last_save = last_preview = run.elapsed
-    machine.disable_garbage_collection()
+    machine.steady_memory(run.device)
     dtype = run.model.config.dtype
     speed_before = machine.speed_now(run.device, dtype)
     clock.start(run.elapsed)

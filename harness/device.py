@@ -66,7 +66,6 @@ def start_process() -> torch.device:
     device = prepare.get_device()
     if device.type == "cpu":
         refuse_unused_gpu()
-        keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -82,9 +81,9 @@ def keep_freed_memory() -> None:
     """Let glibc hand freed memory out again instead of giving it back to the system.
 
     It gives every block over 32 MB back at once, by default. Logits are larger, so each step would
-    pay for new pages: 3 to 4% of its time with `tiny` on two cores. The price is memory: three runs
-    had peaks of 1.0, 1.2 and 1.6 GB, one before had 0.9 GB. The numbers are those of <malloc.h>;
-    other systems are left as they are.
+    pay for new pages: 3 to 4% of its time with `tiny` on two cores. Not to be called before
+    compiling: peaks of 1.0 to 2.8 GB were seen then, and 0.9 GB after it. The numbers are those of
+    <malloc.h>; other systems are left as they are.
     """
     trim_threshold, mmap_max = -1, -4
     with contextlib.suppress(OSError, AttributeError):
@@ -246,11 +245,13 @@ def run_facts(dtype: torch.dtype, why_eager: str, attention: str) -> dict:
     }
 
 
-def disable_garbage_collection() -> None:
-    """A collection in the middle of a run costs half a second."""
-    gc.collect()
+def steady_memory(device: torch.device) -> None:
+    """From here on each step needs the same memory: nothing is collected, or given back."""
+    gc.collect()  # one in the middle of a run costs half a second
     gc.freeze()
     gc.disable()
+    if device.type == "cpu":
+        keep_freed_memory()
 
 
 def speed_now(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
