@@ -6,8 +6,8 @@
     uv run train.py --sample N           afterwards, let the model continue N training texts
     uv run torchrun --standalone --nproc-per-node=8 train.py        on 8 GPUs
 
-Order of the file: knobs, attention, model, optimizer, schedules, training. prepare.py decides the
-number (data, clock, evaluation) and harness/ holds what no experiment changes: both are fixed.
+prepare.py decides the number (data, clock, evaluation), harness/ holds what no experiment changes:
+both are fixed.
 Exit codes: 0 done, 1 crash, 2 refused knobs or missing data, 3 diverged, 4 out of memory,
 5 the evaluator refused the model.
 """
@@ -45,9 +45,9 @@ with exit_codes():  # a wrong environment variable ends here
 
 # ---------------------------------------------------------------------------- knobs
 
-# First the values of the profile "full" (a GPU with 16 GB or more), then what the smaller profiles
-# change. Where no other source is named, they are what 125 published runs of an agent on an H100
-# kept (karpathy/autoresearch, pull request 44); they were not measured here.
+# First the values of the profile "full" (a GPU with 16 GB or more), then what smaller profiles
+# change. Where no source is named, 125 published runs of an agent on an H100 kept them
+# (karpathy/autoresearch, pull request 44); they were not measured here.
 
 # Model
 DEPTH = 9  # layers
@@ -137,7 +137,7 @@ def in_blocks(attend, q, k, v, window: int):
     """attend(q, k, v, mask) on [B, H, T, D], block by block of queries with the keys they see."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     seq_len = q.size(2)
-    size = max(64, min(window, seq_len) // 2)
+    size = max(64, min(window, seq_len // 2))  # smaller ones are not faster, and compile longer
     out = []
     for start in range(0, seq_len, size):
         end = min(start + size, seq_len)
@@ -284,9 +284,8 @@ class Attention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.value_embed is not None:
-            # Value embedding: a second embedding of the token goes straight into the values. It
-            # adds capacity for almost no arithmetic; the gate is 1 at first (modded-nanogpt,
-            # nanochat).
+            # A second embedding of the token, straight into the values: capacity for almost no
+            # arithmetic. The gate is 1 at first (modded-nanogpt, nanochat).
             gate = 2 * torch.sigmoid(self.ve_gate(x[..., : self.ve_gate.in_features]))
             value = self.value_embed(idx).to(v.dtype).unflatten(-1, (-1, self.head_dim))
             v = v + gate.unsqueeze(-1) * value
@@ -316,8 +315,8 @@ class Block(nn.Module):
         self.bigram_lambda = nn.Parameter(torch.empty(()))
 
     def forward(self, x, x0, bigram, idx, cos, sin):
-        # Every layer sees the token (x0) and the pair of tokens (bigram) again, so that the stream
-        # need not carry them through all layers (modded-nanogpt; x0 also in nanochat).
+        # Every layer sees token (x0) and pair (bigram) again, so the stream need not carry them
+        # (modded-nanogpt; x0 also in nanochat).
         x = self.resid_lambda * x + self.x0_lambda * x0 + self.bigram_lambda * bigram
         x = x + self.attention(self.shift(norm(x)), idx, cos, sin)
         return x + self.mlp(norm(x))
@@ -400,8 +399,8 @@ class GPT(nn.Module):
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x = block(*inputs)
-        # Backout: subtracts a part of the stream from the middle, which later layers needed as
-        # context and the output matrix does not (modded-nanogpt, record 40)
+        # Backout: subtracts a part of the middle stream, which later layers needed as context and
+        # the output matrix does not (modded-nanogpt, record 40)
         return x - self.backout_lambda * middle
 
     def logits(self, hidden):
@@ -413,7 +412,9 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(hidden), targets, reduction="sum")
 
     def forward(self, idx, targets=None):
-        hidden = self.hidden_states(idx)
+        # In evaluation too with gradients: otherwise the blocks would be compiled a second time
+        with torch.set_grad_enabled(not self.checkpointing or torch.is_grad_enabled()):
+            hidden = self.hidden_states(idx)
         if targets is None:
             return self.logits(hidden)
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
@@ -718,23 +719,25 @@ def setup() -> Run:
     tokenizer = Tokenizer.from_directory()
     config = build_config(tokenizer.get_vocab_size(), dtype)
     rank_rows, rows = split_batch(world)
+    peak_flops, peak = machine.peak_flops(device, dtype)  # before anything works beside it
     why_eager = compiler.why_not_compiled(device) if COMPILE else "COMPILE is off"
+    if not why_eager:
+        compiler.prepare_kernels(device)
     attend, attention = pick_attention(ATTENTION_BACKENDS, ATTENTION, config, device)
 
     torch.manual_seed(SEED)
     with torch.device("meta"):
         model = GPT(config, attend)
     parameters.initialize(model, device)
-    # On a CPU, compiling Muon would take longer than all the rest of the start
+    # On a CPU, compiling Muon takes longer than the rest of the start
     optimizer = build_optimizer(model, dtype, compiled=not why_eager and device.type != "cpu")
     parameters.check_groups(model, optimizer.param_groups)  # of any optimizer put in its place
     if not why_eager:
-        # On one GPU all blocks as one: it fuses what lies between them. Elsewhere block by block:
-        # on a CPU it compiles sooner, on several GPUs gradients travel while others are computed.
+        # On one GPU all blocks as one: it fuses what lies between them. Block by block, a CPU
+        # compiles sooner, and on several GPUs gradients travel while others are computed.
         model.compile_parts(by_block=device.type != "cuda" or world > 1)
     # float16 only: without a scale, small gradients would become 0
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    peak_flops, peak = machine.peak_flops(device, dtype)
     log = TrainingLog(
         device=device,
         tokens_per_step=TOTAL_BATCH_SIZE,

@@ -10,6 +10,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +99,29 @@ def why_not_compiled(device: torch.device) -> str:
     if device.type == "cpu" and not any(map(shutil.which, compilers)):
         return "no C++ compiler"
     return ""
+
+
+EMPTY_KERNEL = 'extern "C" void kernel(float* x) {}'
+
+
+def prepare_kernels(device: torch.device) -> threading.Thread | None:
+    """Begin, in the background, what the first kernel for a CPU would wait for.
+
+    That is a test of the vector instructions and the header of all kernels: about ten seconds where
+    nothing is cached, one or two later. Compiling an empty kernel needs both. If it fails, so will
+    the first real kernel, and compiled_or_eager says why.
+    """
+    if device.type != "cpu":
+        return None
+    from torch._inductor.codecache import CppPythonBindingsCodeCache  # takes a second
+
+    def compile_empty() -> None:
+        with contextlib.suppress(Exception):
+            CppPythonBindingsCodeCache.load_pybinding(["float*"], EMPTY_KERNEL)
+
+    thread = threading.Thread(target=compile_empty, daemon=True)
+    thread.start()
+    return thread
 
 
 def compiled_or_eager(step: Callable[[], None], facts: dict) -> Callable[[], None]:

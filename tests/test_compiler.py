@@ -82,6 +82,30 @@ def test_no_compiler_is_named(monkeypatch):
     assert compiler.why_not_compiled(CPU) == "no C++ compiler"
 
 
+# ---- what the first kernel waits for ----
+
+
+@pytest.mark.slow
+def test_an_empty_kernel_is_compiled_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("CXX", raising=False)
+    compiler.set_up_compiler(tmp_path)
+    thread = compiler.prepare_kernels(CPU)
+    thread.join()
+    sources = [path for path in tmp_path.rglob("*.main.cpp") if "kernel" in path.read_text()]
+    assert len(sources) == 1
+    assert sources[0].with_suffix(".so").exists()
+
+
+def test_a_failing_compiler_ends_nothing_in_the_background(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setenv("CXX", "false")
+    compiler.set_up_compiler(tmp_path)
+    compiler.prepare_kernels(CPU).join()
+    assert capfd.readouterr().err == ""
+    assert compiler.prepare_kernels(torch.device("cuda")) is None
+
+
 # ---- a step that cannot be compiled ----
 
 
