@@ -1,9 +1,10 @@
 """Compare the speed of two checkouts: python tests/bench_train.py OTHER [--rounds N] [--score].
 
 Both train side by side, each in its own process, and take turns: while one does a few steps, the
-other one waits. So a machine that is busy with something else slows both by the same. Prints wall
-and CPU seconds per step and of the start (imports, compilation); asserts nothing. With --score
-both are evaluated after the same number of steps, with the schedules that belong to it.
+other one waits. So a machine that is busy with something else slows both by the same. Prints the
+seconds of a cold and of a warm start (imports, compilation), wall and CPU time per step with their
+ratios, MFU, and the parts of a step; asserts nothing. With --score both are evaluated after the
+same number of steps, with the schedules that belong to it.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent.parent
 
 # Runs train.main() of the checkout in the current folder with a clock that counts steps: it asks
-# over a pipe for the permission to do the next ones, and reports what they took.
+# over a pipe for the permission to do the next ones, and reports what they took. A turn of n steps
+# is "n" or "n profiled".
 WORKER = """
 import json, os, sys, time
 sys.path.insert(0, ".")
@@ -27,6 +29,7 @@ commands, reports = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w"
 total = int(sys.argv[3])
 del sys.argv[1:]
 import prepare, train
+from torch.profiler import profile
 
 def used():
     times = os.times()
@@ -36,6 +39,7 @@ original = prepare.Clock
 
 class PipedClock(original):
     allowed = count = 0
+    profiler = None
 
     def start(self, resumed=0.0):
         super().start(resumed)
@@ -43,14 +47,23 @@ class PipedClock(original):
 
     def report(self, **values):
         print(json.dumps(values), file=reports, flush=True)
-        self.allowed = int(commands.readline())
+        steps, *how = commands.readline().split()
+        self.allowed = int(steps)
+        self.profiler = profile() if how else None
+        if self.profiler:
+            self.profiler.start()
         self.wall, self.cpu, self.done_before = time.perf_counter(), used(), self.count
 
     def done(self):
         if self.count - self.done_before == self.allowed and self.count < total:
             steps = max(1, self.count - self.done_before)
-            wall = (time.perf_counter() - self.wall) / steps
-            self.report(wall=wall, cpu=(used() - self.cpu) / steps)
+            report = {"wall": (time.perf_counter() - self.wall) / steps}
+            report["cpu"] = (used() - self.cpu) / steps
+            if self.profiler:
+                self.profiler.stop()
+                events = self.profiler.key_averages()
+                report["parts"] = [(e.key, e.self_cpu_time_total / 1e6 / steps) for e in events]
+            self.report(**report)
         self.count += 1
         if self.count > total:
             prepare.Clock = original  # the evaluator refuses a patched module
@@ -86,15 +99,88 @@ class Worker:
     def read(self) -> dict:
         return json.loads(self.reports.readline() or "{}")
 
-    def train(self, steps: int) -> dict:
-        os.write(self.commands, f"{steps}\n".encode())
+    def train(self, steps: int, how: str = "") -> dict:
+        os.write(self.commands, f"{steps} {how}\n".encode())
         return self.read()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def finish(self) -> list[str]:
         """The METRIC lines."""
         self.process.wait()
         self.out.seek(0)
         return [line for line in self.out.read().splitlines() if line.startswith("METRIC")]
+
+
+PARTS = {  # by the names that torch's profiler gives
+    "products of the model": ("aten::mm", "aten::addmm"),
+    "products of attention and Muon": ("aten::bmm", "aten::baddbmm"),
+    "compiled kernels": ("CompiledFxGraph",),
+    "AdamW": ("aten::_fused_adamw_",),
+}
+
+
+def print_parts(name: str, report: dict) -> None:
+    """Where the time of a profiled step goes; the profiler itself makes it a little slower."""
+    left = dict(report["parts"])
+    found = {}
+    for part, keys in PARTS.items():
+        names = [
+            k for k in left if k in keys or any(k.startswith(f"## Call {key}") for key in keys)
+        ]
+        found[part] = sum(left.pop(k) for k in names)
+    found["everything else"] = sum(left.values())
+    shown = ", ".join(f"{part} {1000 * seconds:.0f}" for part, seconds in found.items())
+    print(f"{name:<6} ms of a step: {shown}")
+
+
+def flops_per_step() -> float:
+    """Of this checkout's model: MFU counts the same products for both."""
+    sys.path.insert(0, str(HERE))
+    import torch
+
+    import train
+    from prepare import Tokenizer
+
+    config = train.build_config(Tokenizer.from_directory().get_vocab_size(), torch.float32)
+    with torch.device("meta"):
+        return train.GPT(config).flops_per_token() * train.TOTAL_BATCH_SIZE
+
+
+def measured_peak() -> float:
+    """Floating-point operations per second of a large product on this machine."""
+    import prepare
+    from harness import device
+
+    where = prepare.get_device()
+    return device.peak_flops(where, device.compute_dtype(where))[0]
+
+
+def start_workers(folders: dict, total: int, caches: Path) -> dict[str, Worker]:
+    """A worker for each checkout, with a cold and a warm start."""
+    workers = {}
+    for name, folder in folders.items():
+        cold = caches / name  # an empty folder for compiled code, the same data
+        cold.mkdir()
+        root = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
+        for path in root.iterdir():
+            if path.name != "compiled":
+                (cold / path.name).symlink_to(path)
+        environment = os.environ | {
+            "AUTORESEARCH_CACHE": str(cold),
+            "PYTHONPATH": str(folder),
+            "TMPDIR": str(cold),  # torch keeps the compiled header of all kernels there
+        }
+        for kind in ("cold", "warm"):
+            if name in workers:
+                workers[name].end()
+            workers[name] = Worker(folder, total, environment)
+            start = workers[name].start
+            seconds = f"{start['startup']:.1f} s, CPU {start['startup_cpu']:.1f} s"
+            print(f"{name:<6} {kind} start {seconds}")
+    return workers
 
 
 def main() -> None:
@@ -105,20 +191,11 @@ def main() -> None:
     parser.add_argument("--score", action="store_true", help="evaluate both at the end")
     args = parser.parse_args()
     folders = {"this": HERE, "other": args.other.resolve()}
-    workers, taken = {}, {name: [] for name in folders}
+    taken = {name: [] for name in folders}
     caches = tempfile.TemporaryDirectory()
-    total = args.rounds * args.steps + 1  # the last one only ends the loop
-    for name, folder in folders.items():
-        cold = Path(caches.name, name)  # an empty folder for compiled code, the same data
-        cold.mkdir()
-        root = Path(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch").expanduser()
-        for path in root.iterdir():
-            if path.name != "compiled":
-                (cold / path.name).symlink_to(path)
-        environment = os.environ | {"AUTORESEARCH_CACHE": str(cold), "PYTHONPATH": str(folder)}
-        workers[name] = Worker(folder, total, environment)
-        start = workers[name].start
-        print(f"{name:<6} cold start {start['startup']:.1f} s, CPU {start['startup_cpu']:.1f} s")
+    total = (args.rounds + 1) * args.steps + 1  # the last one only ends the loop
+    step_flops, peak = flops_per_step(), measured_peak()
+    workers = start_workers(folders, total, Path(caches.name))
     for _ in range(args.rounds):
         for name, worker in workers.items():
             if report := worker.train(args.steps):
@@ -131,13 +208,17 @@ def main() -> None:
         ratio = statistics.median(ratios)
         shown = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in medians.items())
         print(f"{kind:<6} per step: {shown}; ratio {ratio:.3f} +- {spread:.3f}")
+    for name, reports in taken.items():
+        mfu = step_flops / peak / statistics.median(r["wall"] for r in reports)
+        print(f"{name:<6} mfu {100 * mfu:.1f}% of {peak / 1e12:.2f} TFLOP/s")
     for name, worker in workers.items():
+        if report := worker.train(args.steps, "profiled"):
+            print_parts(name, report)
         if args.score:
             worker.train(1)
             print(f"{name:<6} {'; '.join(worker.finish())}")
         else:
-            worker.process.kill()
-            worker.process.wait()
+            worker.end()
 
 
 if __name__ == "__main__":
