@@ -43,7 +43,7 @@ from prepare import Clock, Tokenizer, evaluate_bpb, make_dataloader
 with exit_codes():  # a wrong environment variable ends here
     from prepare import MAX_SEQ_LEN, PROFILE, SEED, TIME_BUDGET
 
-# ---------------------------------------------------------------------------- knobs
+# ------------------------------ knobs
 
 # First the values of the profile "full" (a GPU with 16 GB or more), then what smaller profiles
 # change. Where no source is named, 125 published runs of an agent on an H100 kept them
@@ -87,7 +87,7 @@ LAMBDA_LR = 0.5  # AdamW: the factors of token and pair embedding
 RESID_LR = 0.005  # AdamW: the factors of the residual stream and of backout
 SHIFT_LR = 0.05  # AdamW: the taps of TokenShift
 WEIGHT_DECAY = 0.2  # Muon; falls to 0 over the run
-EMBEDDING_WD = 0.001  # AdamW; in the published runs the high EMBEDDING_LR needed it
+EMBEDDING_WD = 0.001  # AdamW; the high EMBEDDING_LR needed it
 VALUE_WD = 0.003  # AdamW: value embeddings
 UNEMBEDDING_WD = 0.01
 ADAM_BETAS = (0.8, 0.95)
@@ -127,7 +127,7 @@ elif PROFILE == "tiny":  # CPU; width 128; rates were chosen at width 192 on two
     EMBEDDING_LR = 0.3
     UNEMBEDDING_LR = 0.008  # 0.3 and 0.008 beat 0.6 and 0.004 by 0.01 bpb after 600 steps
 
-# ---------------------------------------------------------------------------- attention
+# ------------------------------ attention
 
 # Every backend takes q [B, T, H, D] and k, v [B, T, H / KV_GROUP, D], returns [B, T, H, D] and
 # means the same: query i sees the keys i-window ... i.
@@ -137,7 +137,7 @@ def in_blocks(attend, q, k, v, window: int):
     """attend(q, k, v, mask) on [B, H, T, D], block by block of queries with the keys they see."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     seq_len = q.size(2)
-    size = max(64, min(window, seq_len // 2))  # smaller ones are not faster, and compile longer
+    size = max(64, min(window, seq_len // 2))  # smaller ones compile longer
     out = []
     for start in range(0, seq_len, size):
         end = min(start + size, seq_len)
@@ -200,7 +200,7 @@ ATTENTION_BACKENDS = {
     "plain": plain_attention,
 }
 
-# ---------------------------------------------------------------------------- model
+# ------------------------------ model
 
 
 @dataclass
@@ -393,7 +393,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             if i == len(self.blocks) // 2:
                 middle = x
-            # Looked up outside of the compiled block: its gradient is several times faster
+            # Looked up outside of the compiled block: there its gradient would be slow
             value_embed = block.attention.value_embed
             value = None if value_embed is None else value_embed(idx).to(dtype)
             inputs = (x, x0, bigram, value, cos, sin)
@@ -450,7 +450,7 @@ class GPT(nn.Module):
         return 6 * weights + 12 * self.config.n_embd * keys
 
 
-# ---------------------------------------------------------------------------- optimizer
+# ------------------------------ optimizer
 
 # Polar Express (arXiv 2505.16932): the odd polynomials that bring singular values to 1 fastest
 POLAR_EXPRESS = (
@@ -603,7 +603,7 @@ def build_optimizer(model: GPT, dtype: torch.dtype, compiled: bool) -> MuonAdamW
     return MuonAdamW(groups, dtype, compiled)
 
 
-# ---------------------------------------------------------------------------- schedules
+# ------------------------------ schedules
 
 
 def lr_multiplier(progress: float) -> float:
@@ -626,7 +626,7 @@ def set_schedules(optimizer: torch.optim.Optimizer, progress: float, step: int) 
             group["weight_decay"] = WEIGHT_DECAY * (1 - progress)
 
 
-# ---------------------------------------------------------------------------- training
+# ------------------------------ training
 
 
 @dataclass
