@@ -121,7 +121,7 @@ elif PROFILE == "tiny":  # CPU; width 128; rates were chosen at width 192 on two
     WINDOW_PATTERN = "SSSL"
     SHORT_WINDOW = 2
     VALUE_EVERY = 1  # identical layers share one compilation
-    BIGRAM_RATIO = 64
+    BIGRAM_RATIO = 16
     TOTAL_BATCH_SIZE = 2**12
     DEVICE_BATCH_SIZE = 16
     EMBEDDING_LR = 0.3
