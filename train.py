@@ -723,8 +723,6 @@ def setup() -> Run:
     rank_rows, rows = split_batch(world)
     peak_flops, peak = machine.peak_flops(device, dtype)  # before anything works beside it
     why_eager = compiler.why_not_compiled(device) if COMPILE else "COMPILE is off"
-    if not why_eager:
-        compiler.prepare_kernels(device)
     attend, attention = pick_attention(ATTENTION_BACKENDS, ATTENTION, config, device)
 
     torch.manual_seed(SEED)
@@ -735,6 +733,7 @@ def setup() -> Run:
     optimizer = build_optimizer(model, dtype, compiled=not why_eager and device.type != "cpu")
     parameters.check_groups(model, optimizer.param_groups)  # of any optimizer put in its place
     if not why_eager:
+        compiler.prepare_kernels(device)
         # On one GPU all blocks as one: it fuses what lies between them. Block by block, a CPU
         # compiles sooner, and on several GPUs gradients travel while others are computed.
         model.compile_parts(by_block=device.type != "cuda" or world > 1)

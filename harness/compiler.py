@@ -109,7 +109,8 @@ def prepare_kernels(device: torch.device) -> threading.Thread | None:
 
     That is a test of the vector instructions and the header of all kernels: about ten seconds where
     nothing is cached, one or two later. Compiling an empty kernel needs both. If it fails, so will
-    the first real kernel, and compiled_or_eager says why.
+    the first real kernel, and compiled_or_eager says why. The process ends after the thread: else
+    the lock of the header would be gone while the compiler still writes it.
     """
     if device.type != "cpu":
         return None
@@ -119,7 +120,7 @@ def prepare_kernels(device: torch.device) -> threading.Thread | None:
         with contextlib.suppress(Exception):
             CppPythonBindingsCodeCache.load_pybinding(["float*"], EMPTY_KERNEL)
 
-    thread = threading.Thread(target=compile_empty, daemon=True)
+    thread = threading.Thread(target=compile_empty)
     thread.start()
     return thread
 

@@ -81,9 +81,9 @@ def keep_freed_memory() -> None:
     """Let glibc hand freed memory out again instead of giving it back to the system.
 
     It gives every block over 32 MB back at once, by default. Logits are larger, so each step would
-    pay for new pages: 3 to 4% of its time with `tiny` on two cores. Not to be called before
-    compiling: peaks of 1.0 to 2.8 GB were seen then, and 0.9 GB after it. The numbers are those of
-    <malloc.h>; other systems are left as they are.
+    pay for new pages: 3 to 4% of its time with `tiny` on two cores. The price is a peak that
+    differs between equal runs: 0.9 to 2.2 GB were seen, 2.8 GB when called before compiling. The
+    numbers are those of <malloc.h>; other systems are left as they are.
     """
     trim_threshold, mmap_max = -1, -4
     with contextlib.suppress(OSError, AttributeError):

@@ -136,26 +136,23 @@ def print_parts(name: str, report: dict) -> None:
     print(f"{name:<6} ms of a step: {shown}")
 
 
-def flops_per_step() -> float:
-    """Of this checkout's model: MFU counts the same products for both."""
+def flops_of_step_and_peak() -> tuple[float, float]:
+    """(floating-point operations of a step, the most per second on this machine).
+
+    The step is that of this checkout's model: MFU counts the same products for both.
+    """
     sys.path.insert(0, str(HERE))
     import torch
 
-    import train
-    from prepare import Tokenizer
-
-    config = train.build_config(Tokenizer.from_directory().get_vocab_size(), torch.float32)
-    with torch.device("meta"):
-        return train.GPT(config).flops_per_token() * train.TOTAL_BATCH_SIZE
-
-
-def measured_peak() -> float:
-    """Floating-point operations per second of a large product on this machine."""
     import prepare
+    import train
     from harness import device
 
     where = prepare.get_device()
-    return device.peak_flops(where, device.compute_dtype(where))[0]
+    peak, _ = device.peak_flops(where, device.compute_dtype(where))
+    config = train.build_config(prepare.VOCAB_SIZE, torch.float32)
+    with torch.device("meta"):
+        return train.GPT(config).flops_per_token() * train.TOTAL_BATCH_SIZE, peak
 
 
 def start_workers(folders: dict, total: int, caches: Path) -> dict[str, Worker]:
@@ -194,7 +191,7 @@ def main() -> None:
     taken = {name: [] for name in folders}
     caches = tempfile.TemporaryDirectory()
     total = (args.rounds + 1) * args.steps + 1  # the last one only ends the loop
-    step_flops, peak = flops_per_step(), measured_peak()
+    step_flops, peak = flops_of_step_and_peak()
     workers = start_workers(folders, total, Path(caches.name))
     for _ in range(args.rounds):
         for name, worker in workers.items():

@@ -285,7 +285,8 @@ def test_evaluation_keeps_less_than_training_did(checkpointing):
         with torch.no_grad():
             assert not model.eval()(idx).requires_grad
     in_evaluation = len(kept) - in_training
-    assert in_evaluation == 0 if checkpointing else in_evaluation < in_training
+    assert in_evaluation < in_training
+    assert (in_evaluation == 0) == checkpointing
 
 
 def test_evaluation_uses_the_blocks_that_training_compiled():
