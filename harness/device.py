@@ -82,7 +82,7 @@ def keep_freed_memory() -> None:
 
     It gives every block over 32 MB back at once, by default. Logits are larger, so each step would
     pay for new pages: 3 to 4% of its time with `tiny` on two cores. The price is a peak that
-    differs between equal runs: 0.9 to 2.2 GB were seen, 2.8 GB when called before compiling. The
+    differs between equal runs: 0.9 to 3 GB were seen, and 2.8 GB when called before compiling. The
     numbers are those of <malloc.h>; other systems are left as they are.
     """
     trim_threshold, mmap_max = -1, -4
