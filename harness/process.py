@@ -168,6 +168,18 @@ def stop_groups(children: list[subprocess.Popen]) -> None:
         time.sleep(POLL)
 
 
+def reap(child: subprocess.Popen) -> None:
+    """Wait until a child that was killed is gone.
+
+    Not with Popen.wait(): a signal that interrupts Popen.poll() just after it took the child's lock
+    leaves the lock taken (seen with CPython 3.11), and wait() would never end.
+    """
+    if child.returncode is None:
+        with contextlib.suppress(ChildProcessError):  # poll() was interrupted after it had seen it
+            _, status = os.waitpid(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+
+
 def exit_code(child: subprocess.Popen) -> int:
     """The exit code of a child that has ended, as a shell gives it: 128 + signal if killed."""
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
@@ -225,7 +237,7 @@ def call(
         for run_id in {environment.get(RUN_ID) for environment in environments} - {None}:
             end_run(run_id)
         for child in children:
-            child.wait()
+            reap(child)
     seconds = time.monotonic() - begin
     if place is None:
         return Ended(TIMEOUT, seconds, timed_out=True)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,26 @@ def test_an_interrupt_ends_training_and_exits_130(checkout, number):
     out, err = command.communicate(timeout=60)
     assert (command.returncode, out) == (130, "") and "interrupted" in err
     assert not is_alive(train) and not is_alive(child)
+
+
+def test_an_interrupt_inside_of_poll_still_ends_the_run(tmp_path):
+    def interrupt_with_the_lock_taken(frame, event, _):
+        if frame.f_code is not subprocess.Popen._internal_poll.__code__:
+            return None
+        if event == "line" and frame.f_locals["self"]._waitpid_lock.locked():
+            raise KeyboardInterrupt
+        return interrupt_with_the_lock_taken
+
+    def run():
+        sys.settrace(interrupt_with_the_lock_taken)
+        try:
+            process.call(["sleep", "600"], tmp_path, [os.environ], [tmp_path / "log"])
+        except KeyboardInterrupt:
+            ended.set()
+
+    ended = threading.Event()
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(60)
 
 
 def test_the_next_command_ends_what_a_killed_one_left(checkout):
