@@ -28,10 +28,14 @@ def show(line: str, last: bool = False) -> None:
 
 
 def grad_norms(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Norm of all gradients of each kind of group, 0-dim: {"muon": ..., "adamw": ...}."""
+    """Norm of all gradients of each kind of group, 0-dim: {"muon": ..., "adamw": ...}.
+
+    Of a sparse gradient (nn.Embedding with sparse=True), the rows that it has are taken.
+    """
     kinds: dict[str, list] = {}
     for group in optimizer.param_groups:
         grads = [p.grad for p in group["params"] if p.grad is not None]
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         kinds.setdefault(group.get("kind", "all"), []).extend(grads)
     return {kind: torch.nn.utils.get_total_norm(grads) for kind, grads in kinds.items() if grads}
 

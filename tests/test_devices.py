@@ -243,6 +243,18 @@ def test_recorded_norms_are_those_of_unscaled_gradients():
 # ---------------------------------------------------------------------------- peak rates
 
 
+def test_the_norm_of_a_sparse_gradient_is_that_of_the_dense_one():
+    indices = torch.tensor([1, 4, 4, 7])  # a row twice: its parts are added first
+    norms = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        embed = torch.nn.Embedding(9, 3, sparse=sparse)
+        (embed(indices) * torch.arange(12.0).view(4, 3)).sum().backward()
+        optimizer = torch.optim.SGD([embed.weight], lr=1.0)
+        norms.append(training_log.grad_norms(optimizer)["all"])
+    assert norms[0] == pytest.approx(norms[1].item())
+
+
 @pytest.mark.parametrize(
     "name, tflops",
     [
