@@ -240,9 +240,6 @@ def test_recorded_norms_are_those_of_unscaled_gradients():
     assert set(want) == {"muon", "adamw"}
 
 
-# ---------------------------------------------------------------------------- peak rates
-
-
 def test_the_norm_of_a_sparse_gradient_is_that_of_the_dense_one():
     indices = torch.tensor([1, 4, 4, 7])  # a row twice: its parts are added first
     norms = []
@@ -253,6 +250,9 @@ def test_the_norm_of_a_sparse_gradient_is_that_of_the_dense_one():
         optimizer = torch.optim.SGD([embed.weight], lr=1.0)
         norms.append(training_log.grad_norms(optimizer)["all"])
     assert norms[0] == pytest.approx(norms[1].item())
+
+
+# ---------------------------------------------------------------------------- peak rates
 
 
 @pytest.mark.parametrize(
