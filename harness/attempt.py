@@ -13,6 +13,7 @@ from harness.checks import (
 from harness.common import UserError
 from harness.detach import detach, work_on
 from harness.log import strict_json
+from harness.merge import add_kept_change
 from harness.overview import find_row
 from harness.place import OPTIONS as PLACE
 from harness.place import Place, add_place
@@ -73,6 +74,7 @@ def try_command(args: argparse.Namespace) -> int:
     place = Place.of(vars(args))
     place.check()
     rows = begin(workspace)
+    add_kept_change(workspace)
     check_edits(workspace)
     session = None if args.new_session else present_session(workspace, rows)
     if session:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.common import UserError, say
 from harness.cycle import work
+from harness.merge import has_old_base
 from harness.overview import (
     COMMAND,
     find_finished,
@@ -123,7 +124,10 @@ def print_result(workspace: Workspace, name: str) -> int:
     """The verdict of a run that has ended, or why it has none. Returns its exit code."""
     row = find_finished(workspace.rows(), name)
     if row:
-        return print_verdict(workspace, row)
+        code = print_verdict(workspace, row)
+        if has_old_base(workspace):
+            say("train.py holds edits from before: the next 'try' adds the kept change to them")
+        return code
     folders = sorted(workspace.runs.glob(f"*-{name}*"))
     if not folders:
         raise UserError(f"there is no run {name}. hint: '{COMMAND} status' lists the last ones")

@@ -14,6 +14,7 @@ from harness.git import GitError
 from harness.judging import decide
 from harness.log import METRICS, RECORD_KEYS
 from harness.measure import Result, record_score
+from harness.merge import forget_base, note_base
 from harness.process import end_orphans
 from harness.repository import RUN_REFS, HookRefused, one_line, subject_and_body
 from harness.workspace import Run, Workspace
@@ -128,12 +129,15 @@ def bring_train(run: Run, row: dict) -> None:
     committed = repository.commits_of_train(record["parent"], record["branch"])
     known = [record["commit"], record["parent"], *committed]
     if repository.bring_train(record["branch"], {repository.train_blob(c) for c in known}):
+        forget_base(run.workspace)
         return
     edited = repository.edited_blob()
     others = [other for other in run.workspace.open_runs("candidate") if other.id != run.id]
     commits = [other.record["commit"] for other in others]
     if edited in {repository.train_blob(commit) for commit in commits if commit}:
         return  # it is the code of a run that is still under way
+    if committed and record.get("detached"):  # else the edits began with this run's train.py
+        note_base(run.workspace, record["parent"])
     say(
         "train.py was edited during the run: your edits stay. "
         f"hint: 'git diff train.py' shows them; the code of run {row['run']} is in {row['ref']}"

@@ -9,6 +9,7 @@ from helpers import wait_until
 from lab import QUICK_TRY, Lab, finished, killed, score_in
 
 STILL_RUNNING = 75
+LESS_02 = 'score = record["val_bpb"] = score - 0.2'  # a line of train.py far from its SCORE
 
 
 def detached(lab, score, gate, *args):
@@ -29,6 +30,45 @@ def test_detach_returns_at_once_and_gives_train_py_back(based, tmp_path):
     done = based.call("wait", run)
     assert "0.900000" in done.out and "kept" in done.out
     assert based.score_at() == 0.9 and score_in(based.train.read_text()) == 0.7
+
+
+def kept_while_editing(lab, tmp_path, score, body=""):
+    """Edit train.py while a run with score 0.9 is under way, which is then kept."""
+    run = detached(lab, 0.9, tmp_path / "gate")
+    lab.edit(score, body)
+    (tmp_path / "gate").touch()
+    assert "the next 'try' adds the kept change" in lab.call("wait", run).err
+
+
+def test_the_next_try_adds_what_was_kept_to_an_edit_from_before(based, tmp_path):
+    kept_while_editing(based, tmp_path, 1.0, LESS_02)
+    text = based.attempt("edited meanwhile")
+    assert "that change was added to it" in text
+    assert based.rows()[-1]["metric"] == pytest.approx(0.7)  # 0.9, which was kept, less 0.2
+    assert based.score_at() == 0.9 and LESS_02 in based.train.read_text()
+    based.assert_settled()
+    based.edit(1.0)  # takes the kept change back, on purpose: nothing is added now
+    assert "was added" not in based.attempt("back")
+    assert based.rows()[-1]["metric"] == 1.0
+
+
+def test_a_kept_change_of_the_same_lines_is_the_user_s_to_add(based, tmp_path):
+    kept_while_editing(based, tmp_path, 0.8)
+    edited = based.train.read_bytes()
+    text = based.attempt("edited meanwhile", code=2)
+    command = text.split("hint: '")[1].split("'")[0].split()
+    assert "SCORE = 0.9" in based.git(*command[1:])
+    assert based.train.read_bytes() == edited and len(based.rows()) == 2
+    based.attempt("as it is")
+    assert based.rows()[-1]["metric"] == 0.8
+
+
+def test_an_edit_that_began_with_the_kept_change_stays_as_it_is(based, tmp_path):
+    kept_while_editing(based, tmp_path, 1.0, "pass")
+    based.git("checkout", "train.py")
+    based.edit(0.9, LESS_02)
+    assert "was added" not in based.attempt("begun anew")
+    assert based.rows()[-1]["metric"] == pytest.approx(0.7)
 
 
 @pytest.mark.slow
