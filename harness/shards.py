@@ -260,10 +260,10 @@ class Preparation:
         return HeldOut(text_hashes, rows, bos)
 
     def cropped_share(self, bos: int) -> float:
-        """Share of the tokens that packing crops away, over the first million documents."""
+        """Share of the tokens that packing crops away, over the first 100,000 documents."""
 
         def documents() -> Iterator[memoryview]:
-            return islice(training_documents(self.settings, self.manifest, bos), 1_000_000)
+            return islice(training_documents(self.settings, self.manifest, bos), 100_000)
 
         n_tokens = sum(map(len, documents()))
         n_rows = sum(1 for _ in prepare.pack_rows(documents(), self.row_len, BUFFER))
