@@ -76,7 +76,7 @@ BACKOUT_LAMBDA = 0.1  # of the stream before the middle layer, subtracted at the
 
 # Batch
 TOTAL_BATCH_SIZE = 2**18  # tokens per optimizer step
-DEVICE_BATCH_SIZE = 128  # rows per forward pass; made smaller by itself if memory runs out
+DEVICE_BATCH_SIZE = 128  # rows per forward pass; automatically fewer if memory runs out
 MAX_LOGITS = 2**27  # logits in memory at once; above this the loss is computed in chunks
 
 # Rates
@@ -121,7 +121,7 @@ elif PROFILE == "tiny":  # CPU; width 128; rates were chosen at width 192 on two
     WINDOW_PATTERN = "SSSL"
     SHORT_WINDOW = 2
     VALUE_EVERY = 1  # identical layers share one compilation
-    BIGRAM_RATIO = 16
+    BIGRAM_RATIO = 64
     TOTAL_BATCH_SIZE = 2**12
     DEVICE_BATCH_SIZE = 16
     EMBEDDING_LR = 0.3

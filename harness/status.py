@@ -73,7 +73,7 @@ def resume_command(args: argparse.Namespace) -> int:
     head = [
         "GOAL  lower val_bpb (bits per byte) within the fixed time budget. Rules: program.md.",
         f"RULES edit train.py only; one idea a run; never edit {', '.join(FIXED)};",
-        "      doubtful gains are repeated by themselves; as good and shorter counts (--simpler);",
+        "      doubtful gains are repeated automatically; as good and shorter counts (--simpler);",
         "      never stop by yourself.",
         f"CODE  train.py on branch {branch} is the best one. Code of any other run:",
         f"      git show {RUN_REFS}ID (the ID is at the end of its line)",
