@@ -15,9 +15,12 @@ One experiment trains train.py for the time budget and prints METRIC lines:
 
     bash autoresearch.sh                  the same as the command `run`
 
-Exit codes: 0 scored, 1 crash, 2 refused settings or usage, 3 diverged, 4 out of memory,
-5 void score, 124 timeout, 130 interrupted. METRIC lines go to stdout and only after exit code 0;
-all else goes to stderr.
+METRIC lines go to stdout and only after exit code 0; all else goes to stderr. Exit codes:
+
+    one experiment          0 scored, 1 crash, 2 refused settings or usage, 3 diverged,
+                            4 out of memory, 5 void score, 124 timeout, 130 interrupted
+    try, confirm, wait      0 kept or dropped, 1 failed, 2 not started, 3 the baseline fails,
+                            75 still running, 130 interrupted
 """
 ENVIRONMENT = """\
 Environment: AUTORESEARCH_TIME_BUDGET (seconds), _PROFILE, _DATA, _CACHE, _SEED, see README.md;
