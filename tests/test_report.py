@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -247,7 +248,8 @@ def test_watch_rewrites_the_report_after_a_run(session, monkeypatch):
         assert "idea 3" not in session.page
         log.write_text(log.read_text() + json.dumps(make_row(3, 1.4)) + "\n")
 
-    monkeypatch.setattr(report.time, "sleep", nap)
+    # Not time.sleep itself: threads that earlier tests left would call it too
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=nap))
     args = argparse.Namespace(root=session.root, tsv=False, watch=True)
     with pytest.raises(KeyboardInterrupt):
         report.report_command(args)

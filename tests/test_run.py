@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, Checkout, clean_environment, git, is_alive, make_checkout
@@ -280,7 +281,7 @@ def test_processes_are_found_where_there_is_no_proc(monkeypatch):
     )
     done = subprocess.CompletedProcess([], 0, stdout=listing)
     monkeypatch.setattr(process, "Path", lambda path: Path("/nowhere", path.lstrip("/")))
-    monkeypatch.setattr(process.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
     found = {"AUTORESEARCH_RUN_ID": "7-ab", "AUTORESEARCH_CHECKOUT": "c0"}
     assert list(process.run_processes()) == [(13, found)]
 
